@@ -37,13 +37,14 @@ from draftwing.cli import screen as console
 from draftwing.errors import CheckpointError, ConfigError, DraftwingError, UnsupportedError
 from draftwing.formats.identity import target_id_of_folder
 from draftwing.formats.read import load_head
-from draftwing.formats.write import save_head, write_fix
+from draftwing.formats.write import save_head
 from draftwing.lm import LM
 from draftwing.loading import DTYPES, load_drafter, load_target
 from draftwing.methods.base import Budget
 from draftwing.models.config import ModelConfig, read_config
 from draftwing.models.weights import WeightFiles
 from draftwing.shipped import TOY
+from draftwing.storage import write_fix
 from draftwing.text.tokenizer import Tokenizer
 
 STD = 0.02  # scale of weights that have no effect: as small as real ones, and far from denormal numbers

@@ -233,19 +233,10 @@ def data(tmp_path_factory) -> Path:
 
 def session(target: Path, data: Path, out: Path, initial: Path | None = None, **options) -> Session:
     usual = {
-        "num_layers": None if initial else 1,
-        "hidden_size": None if initial else 64,
-        "iterations": 6,
-        "save_every": 3,
-        "eval_every": 3,
-        "max_length": 32,
-        "tokens_per_batch": 128,
-        "precision": "no",
-        "validation_share": 0.2,
-        "eval_prompts": 2,
-        "eval_tokens": 8,
-        "keep_prompts": 2,
-    }
+        "iterations": 6, "save_every": 3, "eval_every": 3, "max_length": 32, "tokens_per_batch": 128, "precision": "no",
+        "validation_share": 0.2, "eval_prompts": 2, "eval_tokens": 8, "keep_prompts": 2,
+        **({} if initial else {"num_layers": 1, "hidden_size": 64}),
+    }  # fmt: skip
     torch.manual_seed(0)
     files = RunFiles(target, [data], initial=initial)
     return prepare(files, TrainOptions("causal-lm", **{**usual, **options}), out, dtype="float32", device="cpu")

@@ -77,6 +77,14 @@ def config(*drop, **changes):
     return lambda head: set_config(head, *drop, **changes)
 
 
+def block(*drop, **changes):
+    return lambda head: set_block(head, *drop, **changes)
+
+
+def both(one, other):
+    return lambda head: (one(head), other(head))
+
+
 def weights(**changes):
     return lambda head: set_weights(head, **{name.replace("__", "."): tensor for name, tensor in changes.items()})
 
@@ -194,6 +202,9 @@ def test_a_model_type_beside_speculators(target, head, tmp_path):
 # --- one change, one finding -----------------------------------------------------------------------------------------
 
 
+TAP_IDS, USUAL, OTHER_TAPS = "eagle_aux_hidden_state_layer_ids", [1, 3, 4], [0, 2, 5]
+NESTED, OTHER_NESTED = ({"use_aux_hidden_state": True, TAP_IDS: taps} for taps in (USUAL, OTHER_TAPS))
+OFF_BY_ONE, LAST = {TAP_IDS: USUAL}, {TAP_IDS: [2, 4, LAYERS]}
 ONES, TWO, NAN = torch.ones(HIDDEN), torch.ones(2), torch.full((HIDDEN,), float("nan"))
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 
@@ -213,6 +224,11 @@ LINEAR = {"rope_type": "linear", "factor": 2.0}
         (config(bias=True), "fc-bias", "fail", "biases in attention", "there is no fc.bias either"),
         (config(attention_bias=True), "attention-bias", "warn", "none, but config.json has `attention_bias`", "false"),
         (config(tie_word_embeddings=True), "lm-head", "warn", "SGLang then reads the embedding", "set it to false"),
+        (config(eagle_config=NESTED), "taps", "warn", "(1, 3, 4), the outputs", "for inputs", "these are the defaults"),
+        (both(block(taps=None), config(eagle_config=OTHER_NESTED)), "taps", "warn", "read the outputs", "ask the head"),
+        (both(block(taps=None), config(**OFF_BY_ONE)), "taps", "warn", "below the usual (2, 4, 5)", "one higher each"),
+        (block(taps=[2, 4, 9]), "taps", "fail", "(2, 4, 9) of a target with 8 layers", "its own target"),
+        (block(taps=[5, 4, 2]), "taps", "warn", "not different ones, low to high", "with Draftwing"),
     ],
     ids=lambda case: f"{case[1]}: {case[3]}",
 )
@@ -235,13 +251,10 @@ def test_a_map_that_is_none(target, head):
     assert "there is no d2t" in troubles(head, target)["draft-map"].detail
 
 
-def test_a_map_that_is_not_needed(target, training, tmp_path):
-    write_head(tmp_path / "head", net_for(target, draft_vocab_size=None), training=training)
-    set_weights(tmp_path / "head", d2t=torch.zeros(VOCAB, dtype=torch.int64))
-    found(tmp_path / "head", target, "draft-map", "warn", "vLLM stops at tensors", "leaves it out")
-
-
-def test_a_draft_vocabulary_of_other_text(target, head):
+def test_a_draft_vocabulary_of_other_text(target, training, head, tmp_path):
+    write_head(tmp_path / "whole", net_for(target, draft_vocab_size=None), training=training)
+    set_weights(tmp_path / "whole", d2t=torch.zeros(VOCAB, dtype=torch.int64))
+    found(tmp_path / "whole", target, "draft-map", "warn", "vLLM stops at tensors", "leaves it out")
     set_block(head, training={"chat_template": chat_template_hash(target)})
     found(head, target, "draft-coverage", "unknown", "100 of 300 tokens", "your own prompts")
     set_block(head, training={"chat_template": chat_template_hash(target), "coverage": 0.9})
@@ -336,42 +349,17 @@ def test_lm_heads(target, head, first):
 # --- taps ------------------------------------------------------------------------------------------------------------
 
 
-def test_taps_counted_as_outputs(target, head):
-    nested = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 3, 4]}
-    set_config(head, eagle_config=nested)
-    found(
-        head, target, "taps", "warn", "(1, 3, 4), the outputs", "vLLM takes them for inputs", "these are the defaults"
-    )
-    set_block(head, taps=None)
-    set_config(head, eagle_config={**nested, "eagle_aux_hidden_state_layer_ids": [0, 2, 5]})
-    found(head, target, "taps", "warn", "SGLang and Draftwing read the outputs", "ask the head's author")
-
-
-def test_taps_that_look_off_by_one(target, head):
-    set_block(head, taps=None)
-    set_config(head, eagle_aux_hidden_state_layer_ids=[1, 3, 4])
-    found(head, target, "taps", "warn", "one below the usual (2, 4, 5)", "one higher each")
-    set_config(head, "draftwing", eagle_aux_hidden_state_layer_ids=[1, 3, 6])
+def test_taps_of_foreign_heads(target, head):
+    set_config(head, **{TAP_IDS: [1, 2, 3]})
+    wrong = troubles(head, target)["taps"]
+    assert (wrong.status, "twice" in wrong.detail) == ("fail", True)
+    set_config(head, "draftwing", **LAST)
+    wrong = troubles(head, target)["taps"]
+    assert (wrong.status, "before its final norm" in wrong.detail) == ("fail", True)
+    set_config(head, **{TAP_IDS: [1, 3, 6]})
     wrong = troubles(head, target)["taps"]
     assert (wrong.status, "SGLang only `eagle_config`" in wrong.detail) == ("warn", True)
     assert troubles(head)["taps"].status == "unknown"
-
-
-def test_taps_that_cannot_be(target, head, folder_of, tmp_path):
-    set_block(head, taps=[2, 4, 9])
-    found(head, target, "taps", "fail", "(2, 4, 9) of a target with 8 layers", "its own target")
-    set_block(head, taps=[5, 4, 2])
-    found(head, target, "taps", "warn", "not different ones, low to high", "with Draftwing")
-    set_config(head, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
-    wrong = troubles(head, target)
-    assert wrong["taps"].status == "fail"
-    assert "twice" in wrong["taps"].detail
-
-
-def test_the_state_before_the_last_norm(target, head):
-    set_config(head, "draftwing", eagle_aux_hidden_state_layer_ids=[2, 4, LAYERS])
-    wrong = troubles(head, target)["taps"]
-    assert (wrong.status, "before its final norm" in wrong.detail) == ("fail", True)
 
 
 def test_a_shallow_target_has_no_three_taps(folder_of, head, tmp_path):

@@ -336,7 +336,7 @@ def test_folders_that_are_no_cache(target, corpus, exact, copy, tmp_path):
     with refused(DataError, "rows, each once", "delete the folder"):
         FeatureCache(copy)
     (tmp_path / "file").write_text("")
-    with refused(DataError, "the cache cannot be written", "part of the path is a file"):
+    with refused(DataError, "cannot be written", "part of the path is a file"):
         write(tmp_path / "file" / "below", target, corpus)
 
 

@@ -17,7 +17,7 @@ from conftest import add_tokenizer, refused
 from draftwing.cpu.layout import BLOCKS
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
 from draftwing.formats.gguf_folder import link_of, open_gguf
-from draftwing.formats.gguf_weights import GgufWeights, import_gguf
+from draftwing.formats.gguf_weights import GgufWeights, import_gguf, open_weights
 from draftwing.models.config import ModelConfig
 from draftwing.text.tokenizer import Tokenizer
 from gguf_files import gguf_tensors, tensors_of, write
@@ -69,7 +69,7 @@ def test_a_file_is_its_checkpoint_again(source_of, tmp_path, family):
     assert dataclasses.replace(ours, **same) == theirs
     assert ours.eos_ids == (2,)
     expected = tensors_of(source)
-    with GgufWeights.from_folder(folder) as weights:
+    with open_weights(folder) as weights:
         assert weights.keys() == sorted(expected)
         for name, weight in expected.items():
             assert weights.shape(name) == tuple(weight.shape)
@@ -103,7 +103,7 @@ def test_a_context_that_is_stretched(source_of, tmp_path, rope):
 
     folder = open_gguf(write(source, tmp_path / "m.gguf", change=change))
     assert config_of(folder).rope == config_of(source).rope
-    with GgufWeights.from_folder(folder) as weights:
+    with open_weights(folder) as weights:
         assert weights.keys() == sorted(tensors_of(source))
 
 
@@ -202,7 +202,7 @@ def test_a_split_model(source_of, tmp_path):
     parts = sorted(tmp_path.glob("m-*.gguf"))
     assert len(parts) > 1
     expected = tensors_of(source)
-    with GgufWeights.from_folder(open_gguf(parts[0])) as weights:
+    with open_weights(open_gguf(parts[0])) as weights:
         assert weights.keys() == sorted(expected)
         assert all(torch.equal(weights.get(name), weight) for name, weight in expected.items())
     with refused(CheckpointError, parts[1].name, "later part", parts[0].name):
@@ -239,7 +239,7 @@ def test_the_folder_is_made_once_and_anew_for_another_file(source_of, tmp_path):
     assert link_of(tmp_path) is None
     file.unlink()
     with refused(CheckpointError, "model.gguf", "expected a link"):
-        GgufWeights.from_folder(folder)
+        open_weights(folder)
 
 
 def test_folders_of_files_that_are_gone_go_with_the_next_new_one(source_of, tmp_path):
@@ -456,7 +456,7 @@ def test_metadata_that_cannot_be_meant(source_of, tmp_path, kind, change, parts)
 
     file = write(source_of(), tmp_path / "m.gguf", change=replace)
     with refused(kind, "m.gguf", *parts):
-        GgufWeights.from_folder(open_gguf(file))
+        open_weights(open_gguf(file))
 
 
 def test_what_is_no_gguf_file(tmp_path):

@@ -11,14 +11,14 @@ import pytest
 
 from conftest import refused
 from draftwing.errors import CheckpointError, DataError
+from draftwing.storage import locked
 from draftwing.train.answers import AnsweredTask, Task, regenerate
-from draftwing.train.checkpoint import locked
 
 HOLD = """
 import sys, time
 from pathlib import Path
 from draftwing.errors import CheckpointError
-from draftwing.train.checkpoint import locked
+from draftwing.storage import locked
 with locked(Path(sys.argv[1]), CheckpointError):
     print("held", flush=True)
     time.sleep(120)
@@ -48,7 +48,7 @@ def test_the_lock_goes_with_an_error_and_needs_a_folder(tmp_path):
         pass
     file = tmp_path / "file"
     file.write_text("")
-    with refused(CheckpointError, "cannot be written to", "give another folder"), locked(file, CheckpointError):
+    with refused(CheckpointError, "cannot be written", "part of the path is a file"), locked(file, CheckpointError):
         pass
 
 

@@ -26,7 +26,7 @@ from draftwing.train.answer_local import LMAnswerer
 from draftwing.train.answers import read_tasks, regenerate, sampling_of
 from draftwing.train.data import Batches
 from draftwing.train.feature_cache import CachedFeatures, FeatureCache, GrowingCache, write_cache
-from draftwing.train.features import hidden_states
+from draftwing.train.features import score_text
 from draftwing.train.options import TrainOptions
 from draftwing.train.session import RunFiles, prepare
 from processors import can_int8
@@ -95,7 +95,7 @@ def words_of(file):
 def rows_of(folder):
     cache = FeatureCache(folder)
     rows = [cache.row(number) for number in range(len(cache.lengths))]
-    return {row.ids.tobytes(): (row.mask, cache.states(number)) for number, row in enumerate(rows)}
+    return {row.ids.tobytes(): (row.mask, cache.states(number)[0]) for number, row in enumerate(rows)}
 
 
 def same(one, other):
@@ -119,7 +119,7 @@ def whole(lm, target, tmp_path_factory):
 
 def check_states(target, ids, found):
     """A row's states are those that a forward of the whole text gives, but for the token that nobody read."""
-    expected = hidden_states(target, torch.from_numpy(ids.astype(np.int64))[None], (*TAPS, 3))[0].bfloat16()
+    expected = score_text(target, torch.from_numpy(ids.astype(np.int64))[None], (*TAPS, 3))[0][0].bfloat16()
     found = found.flatten(1)
     if target.runtime == "kernel":
         assert torch.equal(found[:-1], expected[:-1])
@@ -167,8 +167,8 @@ def test_the_best_tokens_are_known_wherever_the_next_one_counts(temperatures, lm
         row = cache.row(number)
         counts = torch.from_numpy(np.append(row.mask[1:], False))
         assert counts.any()
-        logits = target.head.forward(cache.states(number)[:, -1].float())[counts]
-        known = torch.from_numpy(cache.best(number))[counts].long()
+        logits = target.head.forward(cache.states(number)[0][:, -1].float())[counts]
+        known = torch.from_numpy(cache.states(number)[1])[counts].long()
         assert (logits.amax(-1) - logits.gather(1, known[:, None])[:, 0]).max() < 2e-2  # states are kept in bfloat16
         others += int((torch.from_numpy(row.ids)[1:][counts[:-1]] != known).sum())
     assert others  # else the rows' own tokens would do for all; earlier turns, read again, are not always the best
@@ -183,7 +183,7 @@ def test_a_document_counts_from_where_the_target_goes_on(lm, target, tmp_path):
     prompt = lm().tokenizer.encode(task.text)
     assert row.ids[: len(prompt)].tolist() == prompt
     assert (row.mask == (np.arange(len(row.ids)) >= len(prompt))).all()
-    check_states(target, row.ids, FeatureCache(tmp_path / "features").states(0))
+    check_states(target, row.ids, FeatureCache(tmp_path / "features").states(0)[0])
 
 
 @pytest.mark.skipif(not can_int8(), reason="this CPU multiplies no 8-bit integers exactly")
@@ -194,7 +194,7 @@ def test_an_int8_target_is_remembered(folder, target, tasks, tmp_path):
     answer(tasks[1:2], LM(small, Tokenizer(folder)), tmp_path / "out.jsonl", cache_of(tmp_path / "features", small))
     cache = FeatureCache(tmp_path / "features")
     assert cache.info.quantize == "int8"
-    check_states(small, cache.row(0).ids, cache.states(0))
+    check_states(small, cache.row(0).ids, cache.states(0)[0])
     cache.check(target, target_id(target))  # close enough to the model that it was made from
     with refused(DataError, "belongs to another cache (quantize int8 and None)"):
         answer(tasks, LM(target, Tokenizer(folder)), tmp_path / "out.jsonl", cache_of(tmp_path / "features", target))

@@ -1,8 +1,8 @@
-"""This machine's cache folder: the compiled kernel, measured costs, downloaded models.
+"""Write files whole or not at all, lock output folders, and keep this machine's cache folder.
 
-These files are executed and trusted, so no other user may write to the folder. On Linux the folder is opened once, its
-owner and mode are checked on the open handle, and files are accessed through it: replacing the folder after the check
-has no effect.
+The cache folder holds the compiled kernel, measured costs and downloaded models. These files are executed and trusted,
+so no other user may write to it. On Linux the folder is opened once, its owner and mode are checked on the open handle,
+and files are accessed through it: replacing the folder after the check has no effect.
 """
 
 from __future__ import annotations
@@ -10,14 +10,117 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+
+from safetensors import SafetensorError
+
+from draftwing.errors import CheckpointError, DraftwingError
+
+if sys.platform != "win32":  # there, output folders are not locked
+    import fcntl
 
 _POSIX = os.name == "posix"
 _PATIENCE = 60.0  # seconds to wait for the lock of another process, which may be stopped
+_FIXES = {
+    errno.ENOSPC: "the disk is full: make room, or write elsewhere",
+    errno.EDQUOT: "your disk quota is used up: make room, or write elsewhere",
+    errno.EFBIG: "the file would exceed the size limit: raise the limit, or write elsewhere",
+    errno.EACCES: "writing is not allowed there: choose your own folder",
+    errno.EPERM: "writing is not allowed there: choose your own folder",
+    errno.EROFS: "the disk is read-only: write elsewhere",
+    errno.EEXIST: "part of the path is a file: choose another path",
+    errno.ENOTDIR: "part of the path is a file: choose another path",
+}
+
+
+# --- output files ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def writing(path: Path, problem: type[DraftwingError] = CheckpointError, note: str = "") -> Iterator[None]:
+    """Turn an error of the block, which writes to ``path``, into a ``problem`` with its cause, the fix and ``note``."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:  # torch.save raises RuntimeError for a full disk
+        raise problem(f"{path}: cannot be written ({error}): {write_fix(error)}{note}") from error
+
+
+def write_fix(error: Exception) -> str:
+    """Return what to do about a file that could not be written."""
+    code = error.errno if isinstance(error, OSError) else None
+    if code is None:  # the safetensors writer has the system's message, not its number
+        code = next((code for code in _FIXES if os.strerror(code) in str(error)), None)
+    return _FIXES.get(code or 0, "check the path and the disk")
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """Yield a path to write to. It replaces ``file`` when the block ends, and is deleted if the block fails."""
+    partial = file.with_name(f"{file.name}.partial")
+    try:
+        yield partial
+        with partial.open("rb+") as written:
+            os.fsync(written.fileno())  # or the name might reach the disk before the contents
+        os.replace(partial, file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a text file, whole or not at all. Raises CheckpointError if it cannot be written."""
+    with writing(file), replacing(file) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def locked(path: Path, problem: type[DraftwingError], *, is_file: bool = False) -> Iterator[None]:
+    """Keep other processes from writing to ``path``, a folder (made if it is missing) or a file.
+
+    The system drops the lock when the process ends, in any way.
+
+    Raises:
+        DraftwingError: of the class ``problem``: another process writes there, or the path cannot be written.
+    """
+    file = path.with_name(f".{path.name}.lock") if is_file else path / ".lock"
+    with ExitStack() as handles:
+        with writing(path, problem):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            is_current = False
+            while not is_current:  # the process that held the lock may have removed the file
+                lock = handles.enter_context(file.open("a+", encoding="utf-8"))
+                _lock_or_refuse(lock.fileno(), path, file, problem)
+                with suppress(FileNotFoundError):
+                    is_current = os.path.samestat(os.fstat(lock.fileno()), file.stat())
+            lock.truncate(0)
+            lock.write(str(os.getpid()))
+            lock.flush()
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                file.unlink()  # before the lock is dropped, so that it is never another process's file
+
+
+def _lock_or_refuse(handle: int, path: Path, file: Path, problem: type[DraftwingError]) -> None:
+    try:
+        if sys.platform != "win32":
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = file.read_text() if file.exists() else ""
+        raise problem(
+            f"{path}: another run{f' (process {holder})' if holder.isdecimal() else ''} is writing here, and the two "
+            f"would damage each other's work: wait for it, stop it, or choose another --out"
+        ) from None
+    except OSError:
+        pass  # a file system without locks
+
+
+# --- the cache folder ------------------------------------------------------------------------------------------------
 
 
 def cache_folder() -> Path | None:
@@ -141,10 +244,10 @@ class Folder:
             on_wait: called once if the lock is not free.
         """
         try:
-            import fcntl
-
+            if sys.platform == "win32":
+                raise OSError("no locks")
             handle = os.open(self.at / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        except (ImportError, OSError):  # a read-only folder
+        except OSError:  # a read-only folder
             yield
             return
         try:

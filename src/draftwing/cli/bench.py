@@ -151,9 +151,9 @@ def _report(folders: Sequence[Path], out: Path | None, *, as_json: bool) -> list
 
 def _write(journals: Sequence[Journal], out: Path | None, *, as_json: bool) -> list[Group]:
     """Print the tables; write results and page to ``out``."""
-    from draftwing.formats.write import write_text
     from draftwing.lab.bench_page import render
     from draftwing.lab.bench_results import gather, to_dict
+    from draftwing.storage import write_text
 
     groups = gather([each for each in journals if each.answers or each.skipped])
     if out is not None and groups:

@@ -13,10 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from draftwing.errors import CheckpointError
-from draftwing.formats.write import write_fix, write_text
 from draftwing.models.config import read_config
 from draftwing.models.weights import WeightFiles
+from draftwing.storage import write_text, writing
 from draftwing.text.prompts import Prompt, read_prompts
 
 _FILE, _PROMPTS = "README.md", "prompts.jsonl"
@@ -76,13 +75,11 @@ def _is_ours(file: Path) -> bool:
 
 def _copy(source: Path | None, destination: Path) -> None:
     """Copy a file; without a source, remove the destination."""
-    try:
+    with writing(destination):
         if source is not None and source.exists():
             shutil.copyfile(source, destination)
         else:
             destination.unlink(missing_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"{destination}: cannot be written ({error}): {write_fix(error)}") from error
 
 
 def render_card(folder: Path, layout: str = "draftwing", serve: str = "", *, seconds: float | None = None) -> str:
@@ -248,14 +245,14 @@ def write_stored(folder: Path, lines: Sequence[str]) -> None:
         _copy(None, file)
 
 
-def read_stored(folder: Path, limit: int | None = None) -> list[Prompt]:
+def read_stored(folder: Path) -> list[Prompt]:
     """Return the prompts in a head's folder; none if there is no such file.
 
     Raises:
         CheckpointError, PromptError: the file cannot be read.
     """
     file = Path(folder) / _PROMPTS
-    return read_prompts(file, limit) if file.exists() else []
+    return read_prompts(file) if file.exists() else []
 
 
 def copy_stored(source: Path, destination: Path) -> None:

@@ -18,6 +18,7 @@ from draftwing.models.config import read_config
 
 # The engine that serves each layout; ours and EAGLE's have no server.
 SERVED_BY = {"vllm": "vllm", "speculators": "vllm", "sglang": "sglang"}
+BRANCHING = 4  # children of each node of SGLang's tree; vLLM drafts chains
 
 
 def convert(
@@ -59,49 +60,48 @@ def convert(
     save_head(destination, head, to, depth=depth)
     copy_stored(source, destination)
     name, version = destination.resolve().name, head.config.version
-    command = _command(to, head.verifier or "TARGET", name, version, depth, 4) if to in SERVED_BY else ""
+    command = _command(to, head.verifier or "TARGET", name, version, depth) if to in SERVED_BY else ""
     copy_card(source, destination, to, command)
 
 
-def serve_command(to: str, target: str, folder: Path, depth: int, *, branching: int = 4) -> str:
+def serve_command(to: str, target: str, folder: Path, depth: int) -> str:
     """Return the shell command that serves ``target`` with the converted head in ``folder``.
 
     Args:
         to: ``vllm``, ``sglang`` or ``speculators`` (which vLLM serves).
         target: path or hub id.
         depth: draft tokens in a row.
-        branching: children of each node of SGLang's tree; vLLM drafts chains.
 
     Raises:
-        ConfigError: a layout that no engine serves, or a depth or branching below 1.
+        ConfigError: a layout that no engine serves, or a depth below 1.
         CheckpointError, UnsupportedError: no head in the folder.
     """
     folder = Path(folder)
     if to not in SERVED_BY:
         raise ConfigError(f"no engine serves the layout {to!r}: choose one of {', '.join(SERVED_BY)}")
-    if depth < 1 or branching < 1:
-        raise ConfigError(f"depth and branching must be at least 1, found {depth} and {branching}")
+    if depth < 1:
+        raise ConfigError(f"depth must be at least 1, found {depth}")
     config = read_config(folder)
     if is_medusa(config):
         return _vllm(target, "medusa", str(folder), min(depth, config.get("num_heads", depth)))
     settings = read_settings(config, str(folder / "config.json"))
     version = find_version(settings, read_tensors(folder), str(folder))
-    return _command(to, target, str(folder), version, depth, branching)
+    return _command(to, target, str(folder), version, depth)
 
 
-def _command(to: str, target: str, folder: str, version: int, depth: int, branching: int) -> str:
+def _command(to: str, target: str, folder: str, version: int, depth: int) -> str:
     if SERVED_BY[to] == "vllm":
         # Without a method vLLM guesses it from the folder's name.
         return _vllm(target, "eagle" if version == 1 else "eagle3", folder, depth)
     # More tokens than the tree has nodes would be an error, and fewer than the depth waste steps.
-    tokens = max(depth + 1, min(8, 1 + branching * depth))
+    tokens = max(depth + 1, min(8, 1 + BRANCHING * depth))
     options = {
         "--model-path": target,
         "--speculative-algorithm": "EAGLE" if version == 1 else "EAGLE3",
         "--speculative-draft-model-path": folder,
         "--speculative-num-steps": str(depth),
-        "--speculative-eagle-topk": str(branching),
-        "--speculative-num-draft-tokens": str(depth + 1 if branching == 1 else tokens),
+        "--speculative-eagle-topk": str(BRANCHING),
+        "--speculative-num-draft-tokens": str(tokens),
     }
     return "python -m sglang.launch_server " + " ".join(f"{key} {shlex.quote(value)}" for key, value in options.items())
 

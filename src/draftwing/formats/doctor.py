@@ -53,19 +53,12 @@ _GOOD_COVERAGE = 0.95  # below it, more than one token in twenty can never be dr
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check.
+    """The result of one check."""
 
-    Attributes:
-        name: of the check, stable.
-        status: ``warn``: it works, but perhaps worse than it could; ``unknown``: it cannot be checked.
-        detail: what was found.
-        fix: what to do about it; empty if there is nothing to do.
-    """
-
-    name: str
-    status: Status
-    detail: str
-    fix: str = ""
+    name: str  # name of the check, stable
+    status: Status  # ``warn``: it works, but perhaps worse than it could; ``unknown``: it cannot be checked
+    detail: str  # the finding
+    fix: str = ""  # the remedy; empty if there is nothing to do
 
 
 class Result(NamedTuple):

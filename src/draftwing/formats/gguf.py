@@ -13,6 +13,7 @@ import os
 import re
 import struct
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,9 +78,9 @@ class Metadata:
 
     def wrong(self, key: str, expected: str) -> ConfigError:
         """Return the error to raise if the value of ``key`` is not what was expected."""
-        return ConfigError(
-            f"{self.where}: metadata `{key}` must be {expected}, found {shown(self.pairs[key])}. {ADVICE}"
-        )
+        value = self.pairs[key]
+        found = f"{value.size} of type {value.dtype}" if isinstance(value, np.ndarray) else shown(value)
+        return ConfigError(f"{self.where}: metadata `{key}` must be {expected}, found {found}. {ADVICE}")
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = 0, maximum: int = 2**31 - 1) -> int:
         """Return an integer in a range; an array with one for each layer must hold the same for all.
@@ -99,21 +100,18 @@ class Metadata:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a finite number."""
         value = self._get(key, default)
         if type(value) not in (int, float) or not math.isfinite(value):
             raise self.wrong(key, "a finite number")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return a boolean."""
         value = self._get(key, default)
         if not isinstance(value, bool):
             raise self.wrong(key, "true or false")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
-        """Return a UTF-8 string."""
         value = self._get(key, None if default is None else default.encode())
         try:
             return str(value.decode())
@@ -142,29 +140,19 @@ class Metadata:
         if value is None:
             return None
         if not isinstance(value, np.ndarray) or value.dtype.kind not in kinds or value.size != length:
-            found = f"{value.size} of type {value.dtype}" if isinstance(value, np.ndarray) else shown(value)
-            raise ConfigError(
-                f"{self.where}: metadata `{key}` must be an array of {length} numbers, found {found}. {ADVICE}"
-            )
+            raise self.wrong(key, f"an array of {length} numbers")
         return list(value.tolist())
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """The place of a tensor.
-
-    Attributes:
-        kind: its format, as ggml calls it.
-        shape: outermost dimension first, as in PyTorch.
-        part: index of its file in a split model.
-        start: its first byte in that file.
-    """
+    """The place of a tensor."""
 
     name: str
-    kind: str
-    shape: tuple[int, ...]
-    part: int
-    start: int
+    kind: str  # its format, as ggml calls it
+    shape: tuple[int, ...]  # outermost dimension first, as in PyTorch
+    part: int  # index of its file in a split model
+    start: int  # its first byte in that file
     num_bytes: int
 
 
@@ -216,13 +204,11 @@ class GgufFile:
         return metadata
 
     def close(self) -> None:
-        """Unmap the files."""
         while self.maps:
             self.maps.pop().close()
 
 
 def is_gguf(path: Path) -> bool:
-    """Return True if a file starts with GGUF's magic bytes."""
     try:
         with open(path, "rb") as file:
             return file.read(4) == MAGIC
@@ -237,14 +223,12 @@ def open_file(path: Path) -> GgufFile:
         CheckpointError: no such file, not a GGUF file, truncated or damaged, or a part is missing.
         UnsupportedError: an unknown version or tensor format.
     """
-    file = GgufFile(path)
-    try:
+    with ExitStack() as on_error:
+        file = on_error.enter_context(closing(GgufFile(path)))
         count = file.metadata.integer("split.count", 0, maximum=10000)
         if count > 1:
             _read_other_parts(file, count)
-    except BaseException:
-        file.close()
-        raise
+        on_error.pop_all()
     return file
 
 
@@ -290,11 +274,11 @@ class _Header:
                 "a current llama.cpp."
             )
         counts = []
-        for what, least in (("tensors", 32), ("metadata pairs", 13)):
+        for what, min_bytes in (("tensors", 32), ("metadata pairs", 13)):
             count = self.number("Q", f"the number of {what}")
-            most = min(_MAX_ENTRIES, self.size // least)
-            if count > most:
-                raise self.damaged(f"{count} {what}, and a file of {self.size} bytes can hold at most {most}")
+            maximum = min(_MAX_ENTRIES, self.size // min_bytes)
+            if count > maximum:
+                raise self.damaged(f"{count} {what}, and a file of {self.size} bytes can hold at most {maximum}")
             counts.append(count)
         return counts
 
@@ -340,14 +324,14 @@ class _Header:
         if kind not in _SCALARS:
             raise self.damaged(f"{what} has the unknown type {kind}")
         if kind == _BOOL:
-            return self._bools(self.number("B", what), what) > 0
+            return bool(self._bools(np.uint8(self.number("B", what)), what))
         value = self.number(_SCALARS[kind], what)
         return shortest_decimal(value) if kind == _FLOAT32 else value
 
     def _bools(self, values: Any, what: str) -> Any:
-        if np.any(np.asarray(values) > 1):
+        if np.any(values > 1):
             raise self.damaged(f"{what} must be true or false, 1 or 0")
-        return values
+        return values.astype(bool)
 
     def _array(self, what: str) -> Any:
         kind, count = self.number("I", f"the type of {what}"), self.number("Q", f"the length of {what}")
@@ -369,7 +353,7 @@ class _Header:
         dtype = np.dtype(np.uint8 if kind == _BOOL else f"<{_SCALARS[kind]}")
         start = self.take(count * dtype.itemsize, what)
         values = np.frombuffer(self.data[start : self.at], dtype)
-        return self._bools(values, what).astype(bool) if kind == _BOOL else values
+        return self._bools(values, what) if kind == _BOOL else values
 
     def tensors(self, count: int, metadata: Metadata, part: int) -> dict[str, TensorInfo]:
         """Return the tensors by name, each within the file and none over another."""

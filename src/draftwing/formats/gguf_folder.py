@@ -32,15 +32,6 @@ _FORM = 1  # version of the written files: a higher one replaces all folders
 _HASHED_BYTES = 1 << 16  # the start of a file identifies it, together with its path, size and time
 _FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "phi3")
-_FAMILIES = {
-    "llama": ("llama", "LlamaForCausalLM"),
-    "mistral": ("mistral", "MistralForCausalLM"),
-    "mixtral": ("mixtral", "MixtralForCausalLM"),
-    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
-    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
-    "phi3": ("phi3", "Phi3ForCausalLM"),
-}
 _USE_FOLDER = "Use the model's Hugging Face folder instead."
 
 _temporary: dict[str, Path] = {}  # folders by name, used if the cache cannot be written
@@ -211,7 +202,8 @@ def _config(file: GgufFile) -> dict[str, Any]:
             family = "mixtral"
         elif data.integer("llama.attention.sliding_window", 0):
             family = "mistral"
-    model_type, class_name = _FAMILIES[family]
+    model_type = "qwen3_moe" if family == "qwen3moe" else family
+    class_name = "".join(map(str.capitalize, model_type.split("_"))) + "ForCausalLM"
     positions = data.integer(f"{prefix}context_length", minimum=1)
     config: dict[str, Any] = {
         "architectures": [class_name],

@@ -64,17 +64,11 @@ def _cased(digits: str, endings: str) -> str:
 
 @dataclass(frozen=True)
 class Split:
-    """How a pre-tokenizer cuts text into words.
+    """How a pre-tokenizer cuts text into words."""
 
-    Attributes:
-        patterns: applied one after the other, each to the pieces that the one before left.
-        ignore_merges: a word that is a token becomes that token without merges.
-        add_bos: the text starts with the BOS token unless the file says otherwise.
-    """
-
-    patterns: tuple[str, ...]
-    ignore_merges: bool = False
-    add_bos: bool = False
+    patterns: tuple[str, ...]  # applied one after the other, each to the pieces that the one before left
+    ignore_merges: bool = False  # a word that is a token becomes that token without merges
+    add_bos: bool = False  # the text starts with the BOS token unless the file says otherwise
 
 
 _LLAMA3 = Split((_words(r"\p{N}{1,3}"),), ignore_merges=True, add_bos=True)
@@ -120,19 +114,20 @@ def get_split(name: str, where: str) -> Split:
     return SPLITS[name]
 
 
-def _read_tokens(data: Metadata) -> list[str]:
+def _read_tokens(data: Metadata) -> dict[str, int]:
+    """Return the ids of all tokens, in order."""
     try:
         tokens = data.texts(f"{_KEY}tokens", max_bytes=_MAX_TOKEN_BYTES)
     except ConfigError as error:
         raise TokenizerError(str(error)) from None
     if len(tokens) > _MAX_TOKENS:
         raise TokenizerError(f"{data.where}: expected at most {_MAX_TOKENS} tokens, found {len(tokens)}. {ADVICE}")
-    seen: dict[str, int] = {}
+    ids: dict[str, int] = {}
     for index, token in enumerate(tokens):
-        first = seen.setdefault(token, index)
+        first = ids.setdefault(token, index)
         if first != index:
             raise TokenizerError(f"{data.where}: tokens {first} and {index} are both {shown(token)}. {ADVICE}")
-    return tokens
+    return ids
 
 
 def _special_id(data: Metadata, name: str, count: int) -> int | None:
@@ -152,9 +147,8 @@ def end_ids(data: Metadata) -> list[int]:
         TokenizerError: no tokens, two equal ones, or an id beyond them.
         ConfigError: metadata of another type.
     """
-    tokens = _read_tokens(data)
-    ids = {token: index for index, token in enumerate(tokens)}
-    ends = [_special_id(data, name, len(tokens)) for name in ("eos", "eot", "eom")]
+    ids = _read_tokens(data)
+    ends = [_special_id(data, name, len(ids)) for name in ("eos", "eot", "eom")]
     ends += [ids.get(token) for token in _END_TOKENS]
     return list(dict.fromkeys(token for token in ends if token is not None))
 
@@ -166,9 +160,9 @@ def tokenizer_json(data: Metadata, size: int) -> str:
         TokenizerError: no tokenizer, one of another kind, or one whose parts do not fit.
         ConfigError: metadata of another type.
     """
-    tokens = _read_tokens(data)
-    if len(tokens) > size:
-        raise TokenizerError(f"{data.where}: {len(tokens)} tokens for {size} embeddings. {ADVICE}")
+    ids = _read_tokens(data)
+    if len(ids) > size:
+        raise TokenizerError(f"{data.where}: {len(ids)} tokens for {size} embeddings. {ADVICE}")
     kind = data.text(f"{_KEY}model", "none")
     if kind not in ("gpt2", "llama"):
         raise TokenizerError(
@@ -176,8 +170,8 @@ def tokenizer_json(data: Metadata, size: int) -> str:
             "llama (SentencePiece). Use the model's Hugging Face folder instead."
         )
     try:
-        tokenizer = _byte_level(data, tokens) if kind == "gpt2" else _sentence_piece(data, tokens)
-        _add_special_tokens(tokenizer, data, tokens)
+        tokenizer = _byte_level(data, ids) if kind == "gpt2" else _sentence_piece(data, ids)
+        _add_special_tokens(tokenizer, data, ids)
         return str(tokenizer.to_str())
     except (TokenizerError, ConfigError):
         raise
@@ -187,7 +181,7 @@ def tokenizer_json(data: Metadata, size: int) -> str:
 
 def tokenizer_config(data: Metadata, positions: int) -> dict[str, Any]:
     """Return ``tokenizer_config.json``: special tokens and the chat template. Raises as ``tokenizer_json``."""
-    tokens = _read_tokens(data)
+    tokens = list(_read_tokens(data))
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -202,7 +196,7 @@ def tokenizer_config(data: Metadata, positions: int) -> dict[str, Any]:
     return config
 
 
-def _byte_level(data: Metadata, tokens: list[str]) -> Any:
+def _byte_level(data: Metadata, ids: dict[str, int]) -> Any:
     """Return a byte-level BPE: text is cut into words, each is spelled in bytes, and merged."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -222,8 +216,7 @@ def _byte_level(data: Metadata, tokens: list[str]) -> Any:
         if middle < 0:
             raise TokenizerError(f"{data.where}: a merge must be two tokens, found {shown(merge)}. {ADVICE}")
         merges.append((merge[:middle], merge[middle + 1 :]))
-    vocab = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=split.ignore_merges))
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=split.ignore_merges))
     cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -232,25 +225,25 @@ def _byte_level(data: Metadata, tokens: list[str]) -> Any:
     return tokenizer
 
 
-def _sentence_piece(data: Metadata, tokens: list[str]) -> Any:
+def _sentence_piece(data: Metadata, ids: dict[str, int]) -> Any:
     """Return a SentencePiece BPE: the text is one word; adjacent pieces that form a token are merged, best first."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
+    tokens = list(ids)
     scores = data.numbers(f"{_KEY}scores", "f", len(tokens))
     if scores is None or any(score != score for score in scores):
         raise TokenizerError(f"{data.where}: a SentencePiece tokenizer needs a score for each token. {ADVICE}")
-    vocab = {token: index for index, token in enumerate(tokens)}
     ranked = []
     for token, score in zip(tokens, scores, strict=True):
         for cut in range(1, len(token) if len(token) <= _MAX_MERGED_CHARS else 0):
-            left, right = vocab.get(token[:cut]), vocab.get(token[cut:])
+            left, right = ids.get(token[:cut]), ids.get(token[cut:])
             if left is not None and right is not None:
                 ranked.append((-score, left, right))
     merges = [(tokens[left], tokens[right]) for _, left, right in sorted(ranked)]
     unknown = _special_id(data, "unknown", len(tokens))
     unknown_token = None if unknown is None else tokens[unknown]
     tokenizer = Tokenizer(
-        models.BPE(vocab=vocab, merges=merges, unk_token=unknown_token, fuse_unk=True, byte_fallback=True)
+        models.BPE(vocab=ids, merges=merges, unk_token=unknown_token, fuse_unk=True, byte_fallback=True)
     )
     prefixed = data.flag(f"{_KEY}add_space_prefix", True)
     spaces = normalizers.Replace(" ", _SPACE)
@@ -260,12 +253,12 @@ def _sentence_piece(data: Metadata, tokens: list[str]) -> Any:
     return tokenizer
 
 
-def _add_special_tokens(tokenizer: Any, data: Metadata, tokens: list[str]) -> None:
+def _add_special_tokens(tokenizer: Any, data: Metadata, ids: dict[str, int]) -> None:
     """Add the tokens that are matched in the text before anything else, and those put before and after a text."""
     from tokenizers import AddedToken, processors
 
+    tokens = list(ids)
     types = data.numbers(f"{_KEY}token_type", "iu", len(tokens)) or [1] * len(tokens)
-    ids = {token: index for index, token in enumerate(tokens)}
     for token in _END_TOKENS:  # control tokens even if the file calls them ordinary
         if token in ids:
             types[ids[token]] = _CONTROL
@@ -281,14 +274,13 @@ def _add_special_tokens(tokenizer: Any, data: Metadata, tokens: list[str]) -> No
     tokenizer.add_tokens(added[False])
     split = data.text(f"{_KEY}pre", "")
     add_bos = data.text(f"{_KEY}model") == "llama" or bool(split and get_split(split, data.where).add_bos)
-    before: list[tuple[str, int]] = []
-    after: list[tuple[str, int]] = []
-    for side, default, around in (("bos", add_bos, before), ("eos", False, after)):
+    around: dict[str, list[str]] = {}
+    for side, default in (("bos", add_bos), ("eos", False)):
         token_id = _special_id(data, side, len(tokens)) if data.flag(f"{_KEY}add_{side}_token", default) else None
-        if token_id is not None:
-            around.append((tokens[token_id], token_id))
-    if before or after:
-        first, last = [token for token, _ in before], [token for token, _ in after]
+        around[side] = [] if token_id is None else [tokens[token_id]]
+    first, last = around["bos"], around["eos"]
+    if first or last:
+        special_tokens = [(token, ids[token]) for token in (*first, *last)]
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=[*first, "$A", *last], pair=[*first, "$A", "$B", *last], special_tokens=[*before, *after]
+            single=[*first, "$A", *last], pair=[*first, "$A", "$B", *last], special_tokens=special_tokens
         )

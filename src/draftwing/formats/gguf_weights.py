@@ -135,9 +135,14 @@ def open_weights(folder: Path) -> Weights:
     """Open the tensors of a model folder: safetensors, or the GGUF file that the folder was made from.
 
     Raises:
-        CheckpointError, ConfigError, UnsupportedError: as ``WeightFiles`` and ``GgufWeights``.
+        CheckpointError, ConfigError, UnsupportedError: as ``WeightFiles`` and ``GgufWeights``, or the file is gone.
     """
-    return GgufWeights.from_folder(folder) if (folder / LINK).exists() else WeightFiles(folder)
+    link = folder / LINK
+    if not os.path.lexists(link):
+        return WeightFiles(folder)
+    if not link.exists():
+        raise CheckpointError(f"{link}: expected a link to a GGUF file, found none. Give the file itself again.")
+    return GgufWeights(link_of(folder) or link)
 
 
 class GgufWeights(Weights):
@@ -159,70 +164,48 @@ class GgufWeights(Weights):
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path}: cannot be mapped ({error}). Check the file.") from error
 
-    @classmethod
-    def from_folder(cls, folder: Path | str) -> GgufWeights:
-        """Open the file that a folder of ``open_gguf`` links to. Raises CheckpointError if it is gone."""
-        link = Path(folder) / LINK
-        if not link.exists():
-            raise CheckpointError(f"{link}: expected a link to a GGUF file, found none. Give the file itself again.")
-        return cls(link_of(Path(folder)) or link)
-
     def __contains__(self, name: str) -> bool:
         return name in self._places
 
     def close(self) -> None:
-        """Close the file. It stays mapped as long as a tensor that was read refers to it."""
         self._mapped.clear()
 
     def keys(self) -> list[str]:
-        """Return the names of all tensors, sorted."""
         return sorted(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape. Raises CheckpointError if there is no such tensor."""
         place, info = self._find(name)
         return info.shape[1:] if place.expert is not None else info.shape
 
     def get(self, name: str, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Read a tensor onto the CPU, blocks expanded.
-
-        Args:
-            dtype: None keeps plain numbers unchanged and converts blocks to float32.
-            shape: the expected shape; None accepts any.
+        """Read a tensor onto the CPU, blocks expanded: to float32 if no dtype is given.
 
         Raises:
             CheckpointError: no such tensor, another shape, or integers.
             UnsupportedError: a format that cannot be expanded.
         """
-        found_shape, info = self._check(name, shape)
+        stored_shape, info = self._check(name, shape)
         rows = self._rows(name)
         if dtype is not None and not dtype.is_floating_point:
             raise CheckpointError(f"{self.folder}: {name} holds floating-point numbers, not {dtype}.")
         plain = _PLAIN.get(info.kind)
         if plain is not None:
-            return as_numbers(rows, plain).reshape(found_shape).to(dtype or plain)
-        return self._expand(name, rows, dtype or torch.float32).reshape(found_shape)
+            return as_numbers(rows, plain).reshape(stored_shape).to(dtype or plain)
+        return self._expand(name, rows, dtype or torch.float32).reshape(stored_shape)
 
     def stored(self, name: str, shape: tuple[int, ...] | None = None) -> Stored:
-        """Return a matrix in the file's format, without a copy unless its rows must be reordered.
-
-        Formats that the kernel does not know are expanded to float32.
-
-        Raises:
-            CheckpointError: no such tensor, another shape, or not a matrix.
-            UnsupportedError: a format that cannot be expanded.
-        """
-        found_shape, info = self._check(name, shape)
-        if len(found_shape) != 2:
+        """Return a matrix in the file's format, or in float32 if the kernel does not know it. Raises as ``get``."""
+        stored_shape, info = self._check(name, shape)
+        if len(stored_shape) != 2:
             raise CheckpointError(
-                f"{self.folder}: {name} must be a matrix, found shape {found_shape}. Convert it again."
+                f"{self.folder}: {name} must be a matrix, found shape {stored_shape}. Convert it again."
             )
         rows = self._rows(name)
         if info.kind in _STORED:
-            return Stored(_STORED[info.kind], found_shape[1], as_numbers(rows, _PLAIN[info.kind]))
+            return Stored(_STORED[info.kind], stored_shape[1], as_numbers(rows, _PLAIN[info.kind]))
         if info.kind in FORMATS and FORMATS[info.kind].is_blocks:
-            return Stored(info.kind, found_shape[1], rows)
-        return Stored("float32", found_shape[1], self._expand(name, rows, torch.float32), was=info.kind)
+            return Stored(info.kind, stored_shape[1], rows)
+        return Stored("float32", stored_shape[1], self._expand(name, rows, torch.float32), was=info.kind)
 
     def pieces(self, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
         """Yield a tensor some rows at a time, to write it elsewhere in little memory. Raises as ``get``."""
@@ -232,7 +215,6 @@ class GgufWeights(Weights):
         self._mapped[info.part].drop(self._bytes(info))
 
     def drop(self, stored: Stored) -> None:
-        """Give back the memory that reading ``stored`` took; the file can be read again."""
         for mapped in self._mapped:
             mapped.drop(stored.data)
 
@@ -243,15 +225,15 @@ class GgufWeights(Weights):
         return place, self._tensors[place.tensor]
 
     def _check(self, name: str, shape: tuple[int, ...] | None) -> tuple[tuple[int, ...], TensorInfo]:
-        found_shape, (_, info) = self.shape(name), self._find(name)
-        if shape is not None and found_shape != tuple(shape):
+        stored_shape, (_, info) = self.shape(name), self._find(name)
+        if shape is not None and stored_shape != tuple(shape):
             raise CheckpointError(
-                f"{self.folder}: {name} ({info.name}) must have shape {tuple(shape)}, found {found_shape}. Does the "
+                f"{self.folder}: {name} ({info.name}) must have shape {tuple(shape)}, found {stored_shape}. Does the "
                 "metadata belong to these weights? Download the file again."
             )
         if not self._mapped:
             raise CheckpointError(f"{self.folder}: the file is closed. Open GgufWeights again to read {name}.")
-        return found_shape, info
+        return stored_shape, info
 
     def _bytes(self, info: TensorInfo) -> Tensor:
         """Return all rows of a tensor (rows, bytes of a row) uint8, as in the file."""

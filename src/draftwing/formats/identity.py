@@ -121,7 +121,7 @@ def differences(head: TargetId, target: TargetId) -> list[str]:
 
 
 def check_same_target(made_for: TargetId | None, target: TargetId | None, where: str) -> None:
-    """Raise CheckpointError if a head made for ``own`` does not fit ``target``; None is unknown and fits."""
+    """Raise CheckpointError if a head made for one target does not fit another; None is unknown and fits."""
     if made_for is not None and target is not None and (wrong := differences(made_for, target)):
         raise CheckpointError(
             f"{where}: this head is made for {made_for.name or 'another target'}, not for {target.name} "

@@ -17,8 +17,8 @@ the config, which the others ignore, so that the way back loses nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+import re
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
@@ -50,17 +50,14 @@ def head_files(head: Head, layout: str, depth: int = 5) -> tuple[Config, dict[st
         raise ConfigError(f"unknown head layout {layout!r}: choose one of {', '.join(LAYOUTS)}")
     if depth < 1:
         raise ConfigError(f"a head must propose at least 1 token, found depth {depth}: give 1 or more")
-    chosen = LAYOUTS[layout]
     obstacles = _special_features(head)
-    reason = next((obstacles[name] for name in chosen.lacks if name in obstacles), None)
+    reason = next((obstacles[name] for name in LAYOUTS[layout] if name in obstacles), None)
     if reason is not None:
         raise UnsupportedError(
             f"the {layout} layout cannot express {reason}: write it in another layout (`draftwing` takes everything), "
             f"or train the head without it"
         )
-    maps = {} if head.target_ids is None else to_maps(head.target_ids, head.config.vocab_size)
-    tensors = {**head.tensors, **maps, **head.copies}
-    return chosen.config(head, depth), chosen.tensors(tensors, head)
+    return _config(head, layout, depth), _tensors(head, layout)
 
 
 def _special_features(head: Head) -> dict[str, str]:
@@ -86,11 +83,7 @@ def _special_features(head: Head) -> dict[str, str]:
         ("taps", is_eagle3 and has_other_taps, f"taps {taps} (only the default ones of a target that is known)"),
         ("feature", is_eagle1 and has_other_taps, f"tap {taps[0]} in EAGLE-1 (only the last state of a known target)"),
         ("tap order", not is_rising, f"taps {taps} (each hidden state is read once, low to high)"),
-        (
-            "last tap",
-            last in named_taps,
-            f"tap {last} (the target's last state; engines read it before its norm)",
-        ),
+        ("last tap", last in named_taps, f"tap {last} (the target's last state; engines read it before its norm)"),
         ("activation", config.activation != "silu", f"activation {config.activation!r} (only silu)"),
         ("rotation", rope.rotary_dim != rope.head_dim, f"rotation of {rope.rotary_dim} of {rope.head_dim} numbers"),
         ("rope", not is_plain_rope, f"RoPE of type {rope.type!r} with base {rope.theta:g}"),
@@ -190,33 +183,10 @@ def _published(head: Head, eagle1_class: str, *, name_taps: bool = True) -> Conf
     return {**result, "draftwing": _block(head)}
 
 
-def _draftwing(head: Head, depth: int) -> Config:
-    return _published(head, "LlamaForCausalLM")
-
-
-def _sglang(head: Head, depth: int) -> Config:
-    config = _with_engine_bias(_published(head, "LlamaForCausalLMEagle", name_taps=False), head)
-    if head.config.version == 1:
-        config.pop("bias", None)  # its fc always has one
-        if not head.config.fc_bias:
-            config["draftwing"]["fc_bias"] = False
-    elif not head.has_default_taps:
-        config["eagle_config"] = {"use_aux_hidden_state": True, TAP_IDS: [tap - 1 for tap in head.config.taps]}
-    return config
-
-
-def _vllm(head: Head, depth: int) -> Config:
-    config = _with_engine_bias(_published(head, "LlamaForCausalLM"), head)
-    config["bias"] = False
-    if head.config.version == 1 and head.config.fc_bias:
-        config["draftwing"]["fc_bias"] = True
-    return config
-
-
 def _speculators(head: Head, depth: int) -> Config:
     config = head.config
     # No `model_type` at the top: vLLM recognises the format by its absence. The target's class is unknown.
-    layer = _with_engine_bias({"architectures": ["LlamaForCausalLM"], **_shape(head)}, head)
+    layer = {"architectures": ["LlamaForCausalLM"], **_shape(head), "attention_bias": config.qkv_bias}
     if len(config.taps) != 3:
         layer["num_aux_hidden_states"] = len(config.taps)
     method = {"proposal_type": "greedy", "speculative_tokens": depth, "verifier_accept_k": 1, "accept_tolerance": 0.0}
@@ -241,63 +211,53 @@ def _speculators(head: Head, depth: int) -> Config:
     }
 
 
-def _with_engine_bias(config: Config, head: Head) -> Config:
-    """Add the engines' flag for biases in attention. Their output has one too, which is written as zeros."""
-    return {**config, "attention_bias": True} if head.config.qkv_bias else config
+def _config(head: Head, layout: str, depth: int) -> Config:
+    if layout == "speculators":
+        return _speculators(head, depth)
+    is_eagle1, fc_bias, is_sglang = head.config.version == 1, head.config.fc_bias, layout == "sglang"
+    config = _published(head, "LlamaForCausalLMEagle" if is_sglang else "LlamaForCausalLM", name_taps=not is_sglang)
+    if layout not in ("draftwing", "eagle"):
+        config["attention_bias"] = head.config.qkv_bias  # the engines' flag
+    if layout == "vllm":
+        config["bias"] = False
+        if is_eagle1 and fc_bias:
+            config["draftwing"]["fc_bias"] = True
+    elif is_sglang and is_eagle1:
+        config.pop("bias", None)  # its fc always has one
+        if not fc_bias:
+            config["draftwing"]["fc_bias"] = False
+    elif is_sglang and not head.has_default_taps:
+        config["eagle_config"] = {"use_aux_hidden_state": True, TAP_IDS: [tap - 1 for tap in head.config.taps]}
+    return config
 
 
-# --- tensors ---------------------------------------------------------------------------------------------------------
-
-
-def _same_tensors(tensors: Mapping[str, Tensor], head: Head) -> dict[str, Tensor]:
-    return dict(tensors)
-
-
-def _vllm_tensors(tensors: Mapping[str, Tensor], head: Head) -> dict[str, Tensor]:
-    # In EAGLE-1 vLLM refuses an lm_head, and silently drops an fc.bias, which is zero here.
-    dropped = ("fc.bias", LM_HEAD) if head.config.version == 1 else ()
-    return _with_output_bias({name: tensor for name, tensor in tensors.items() if name not in dropped}, head)
-
-
-def _sglang_tensors(tensors: Mapping[str, Tensor], head: Head) -> dict[str, Tensor]:
-    result = _with_output_bias(tensors, head)
-    if head.config.version == 1 and "fc.bias" not in result:
-        result["fc.bias"] = torch.zeros(head.config.hidden_size, dtype=head.dtype)
-    return result
-
-
-def _speculators_tensors(tensors: Mapping[str, Tensor], head: Head) -> dict[str, Tensor]:
-    return {
-        "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name: tensor
-        for name, tensor in _with_output_bias(tensors, head).items()
-    }
-
-
-def _with_output_bias(tensors: Mapping[str, Tensor], head: Head) -> dict[str, Tensor]:
-    """Add the zero biases of attention's output that engines would otherwise leave uninitialised."""
-    result = dict(tensors)
-    for name in tensors:
-        if head.config.qkv_bias and name.endswith(".self_attn.o_proj.weight"):
-            result[name.removesuffix("weight") + "bias"] = torch.zeros(head.config.hidden_size, dtype=head.dtype)
-    return result
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """``lacks`` names the features of ``_special_features`` that the layout cannot express."""
-
-    lacks: tuple[str, ...]
-    config: Callable[[Head, int], Config]
-    tensors: Callable[[Mapping[str, Tensor], Head], dict[str, Tensor]]
+def _tensors(head: Head, layout: str) -> dict[str, Tensor]:
+    maps = {} if head.target_ids is None else to_maps(head.target_ids, head.config.vocab_size)
+    tensors = {**head.tensors, **maps, **head.copies}
+    if layout in ("draftwing", "eagle"):
+        return tensors
+    zeros = torch.zeros(head.config.hidden_size, dtype=head.dtype)
+    for name in list(tensors) if head.config.qkv_bias else ():
+        if name.endswith(".self_attn.o_proj.weight"):  # engines would leave this bias uninitialised
+            tensors[name.removesuffix("weight") + "bias"] = zeros.clone()
+    if layout == "vllm" and head.config.version == 1:
+        # vLLM refuses an lm_head, and silently drops an fc.bias, which is zero here.
+        for name in ("fc.bias", LM_HEAD):
+            tensors.pop(name, None)
+    elif layout == "sglang" and head.config.version == 1:
+        tensors.setdefault("fc.bias", zeros)
+    elif layout == "speculators":
+        return {re.sub(r"^midlayer\.", "layers.0.", name): tensor for name, tensor in tensors.items()}
+    return tensors
 
 
 _ALL_ENGINES = ("inputs", "eagle3 bias", "rotation", "feature", "tap order", "last tap")
 _SERVERS = (*_ALL_ENGINES, "two norms", "activation")
-_EAGLE = (*_ALL_ENGINES, "residual", "norms", "taps", "rope", "wide heads", "layers", "qkv bias")
-LAYOUTS: dict[str, _Layout] = {
-    "draftwing": _Layout((), _draftwing, _same_tensors),
-    "eagle": _Layout(_EAGLE, _draftwing, _same_tensors),
-    "vllm": _Layout((*_SERVERS, "bias"), _vllm, _vllm_tensors),
-    "sglang": _Layout((*_SERVERS, "residual", "layers", "qkv bias", "embedding"), _sglang, _sglang_tensors),
-    "speculators": _Layout(("eagle1", *_SERVERS), _speculators, _speculators_tensors),
+# The features of ``_special_features`` that each layout cannot express.
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "draftwing": (),
+    "eagle": (*_ALL_ENGINES, "residual", "norms", "taps", "rope", "wide heads", "layers", "qkv bias"),
+    "vllm": (*_SERVERS, "bias"),
+    "sglang": (*_SERVERS, "residual", "layers", "qkv bias", "embedding"),
+    "speculators": ("eagle1", *_SERVERS),
 }

@@ -33,21 +33,13 @@ DRAFT_IDS = "draft_ids"
 
 @dataclass(frozen=True)
 class PlainHead:
-    """The contents of a head's folder.
+    """The contents of a head's folder."""
 
-    Attributes:
-        kind: of its net.
-        config: of its net, a frozen dataclass.
-        tensors: by the names of ``DraftNet.tensors``.
-        target_ids: (V_draft,) ascending int64, or None for the whole vocabulary.
-        training: how it was trained, for people; any JSON.
-    """
-
-    kind: str
-    config: Any
-    tensors: Mapping[str, Tensor]
-    target_ids: Tensor | None = None
-    training: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    kind: str  # kind of its net
+    config: Any  # config of its net, a frozen dataclass
+    tensors: Mapping[str, Tensor]  # by the names of ``DraftNet.tensors``
+    target_ids: Tensor | None = None  # (V_draft,) ascending int64, or None for the whole vocabulary
+    training: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # how it was trained, for people; any JSON
 
     @classmethod
     def from_net(cls, net: DraftNet, training: Mapping[str, Any] | None = None) -> PlainHead:
@@ -93,9 +85,11 @@ def load_plain(folder: Path, kind: str, config_type: type, tensors: Mapping[str,
     """
     folder = Path(folder)
     block, where = read_config(folder).get("draftwing"), f"{folder / 'config.json'}: draftwing"
-    found = block.get("kind") if isinstance(block, dict) else None
-    if not isinstance(block, dict) or found != kind:
-        raise CheckpointError(f"{where}: expected a head of kind {kind!r}, found {found!r}: give a folder of that kind")
+    stored_kind = block.get("kind") if isinstance(block, dict) else None
+    if not isinstance(block, dict) or stored_kind != kind:
+        raise CheckpointError(
+            f"{where}: expected a head of kind {kind!r}, found {stored_kind!r}: give a folder of that kind"
+        )
     if block.get("format") != FORMAT:
         raise CheckpointError(
             f"{where}: expected format {FORMAT}, found {shown(block.get('format'))}: this head was written by another "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -48,30 +49,21 @@ _ONE_PLACE = "or take both files from one place"
 
 @dataclass(frozen=True)
 class Head:
-    """An EAGLE net's shape and tensors, without the target that it needs to run.
+    """An EAGLE net's shape and tensors, without the target that it needs to run."""
 
-    Attributes:
-        config: the net's shape; ``taps`` are ``UNKNOWN_TAP`` if the head does not name them.
-        tensors: by EAGLE's names, as ``EagleNet.tensors()`` returns them, dtypes as stored.
-        target_ids: (V_draft,) ascending int64, or None for the whole vocabulary.
-        copies: the target's own ``embed_tokens.weight`` and, in an EAGLE-1 head, ``lm_head.weight`` if the file holds
-            them. They are exported again but not run.
-        training: how it was trained, for people; any JSON.
-        verifier: the target's name or path, if known.
-        warnings: what had to be guessed or fixed to read it.
-    """
-
-    config: EagleConfig
-    tensors: Mapping[str, Tensor]
-    target_ids: Tensor | None = None
+    config: EagleConfig  # the net's shape; ``taps`` are ``UNKNOWN_TAP`` if the head does not name them
+    tensors: Mapping[str, Tensor]  # by EAGLE's names, as ``EagleNet.tensors()`` returns them, dtypes as stored
+    target_ids: Tensor | None = None  # (V_draft,) ascending int64, or None for the whole vocabulary
+    # The target's own ``embed_tokens.weight`` and, in an EAGLE-1 head, ``lm_head.weight`` if the file holds them. They
+    # are exported again but not run.
     copies: Mapping[str, Tensor] = field(default_factory=dict)
-    training: Mapping[str, Any] = field(default_factory=dict)
-    verifier: str | None = None
-    warnings: tuple[str, ...] = ()
+    training: Mapping[str, Any] = field(default_factory=dict)  # how it was trained, for people; any JSON
+    verifier: str | None = None  # the target's name or path, if known
+    warnings: tuple[str, ...] = ()  # guesses and repairs that were needed to read it
 
     @property
     def knows_taps(self) -> bool:
-        """True if the taps are known, not only their number."""
+        """False if only the number of taps is known."""
         return UNKNOWN_TAP not in self.config.taps
 
     @property
@@ -97,38 +89,35 @@ class Head:
             CheckpointError: it was made for another target, or for another number of taps.
             UnsupportedError: it reads a state of the target that Draftwing does not tap.
         """
-        config = self.config
-        made_for = config.target or TargetId("", config.feature_size, 0, config.vocab_size)
-        check_same_target(made_for, target, where)
-        config = replace(config, target=config.target or target)
-        if taps is not None and len(taps) != len(config.taps):
+        config, num_taps = self.config, len(self.config.taps)
+        check_same_target(config.target or TargetId("", config.feature_size, 0, config.vocab_size), target, where)
+        target = config.target or target
+        if taps is not None and len(taps) != num_taps:
             raise CheckpointError(
-                f"{where}: the head reads {len(config.taps)} of the target's hidden states, but {len(taps)} taps are "
-                f"given ({', '.join(map(str, taps))}): give {len(config.taps)}"
+                f"{where}: the head reads {num_taps} of the target's hidden states, but {len(taps)} taps are given "
+                f"({', '.join(map(str, taps))}): give {num_taps}"
             )
-        target = config.target
         if taps is None and target is not None:
             if not self.knows_taps:
-                # Only three taps have defaults; another number stays unknown.
                 usual = usual_taps(config.version, target.num_layers)
-                taps = usual if usual is not None and len(usual) == len(config.taps) else None
-            elif self.config.target is None and config.version == 3 and target.num_layers in config.taps:
+                # Only three taps have defaults; another number stays unknown.
+                taps = usual if usual is not None and len(usual) == num_taps else None
+            elif config.target is None and config.version == 3 and target.num_layers in config.taps:
                 # Our last tap is the state after the final norm; other engines give EAGLE-3 the one before.
                 raise UnsupportedError(
                     f"{where}: the head reads the target's last hidden state before the final norm (tap "
                     f"{target.num_layers}), which Draftwing does not tap: serve it with the engine that it was made for"
                 )
-        if taps is not None:
-            config = replace(config, taps=taps)
-        if taps is not None or self.knows_taps:
-            last = None if target is None else target.num_layers
-            wrong_tap = next((tap for tap in config.taps if tap < 0 or (last is not None and tap > last)), None)
-            if wrong_tap is not None:
-                layers = "" if target is None else f" to {last}, the layers of {target.name}"
-                raise CheckpointError(
-                    f"{where}: tap {wrong_tap} is no hidden state of the target: taps run from 0{layers}; correct the "
-                    f"taps in config.json, or give others"
-                )
+        config = replace(config, target=target, taps=config.taps if taps is None else taps)
+        last = sys.maxsize if target is None else target.num_layers
+        named_taps = config.taps if taps is not None or self.knows_taps else ()
+        wrong_tap = next((tap for tap in named_taps if not 0 <= tap <= last), None)
+        if wrong_tap is not None:
+            layers = "" if target is None else f" to {last}, the layers of {target.name}"
+            raise CheckpointError(
+                f"{where}: tap {wrong_tap} is no hidden state of the target: taps run from 0{layers}; correct the "
+                f"taps in config.json, or give others"
+            )
         return replace(self, config=config, verifier=self.verifier or (target.name if target else None))
 
 

@@ -28,20 +28,10 @@ TAP_IDS: Final = "eagle_aux_hidden_state_layer_ids"
 UNKNOWN_TAP: Final = -1  # replaces taps that a head does not name: every engine then reads its defaults
 
 _SHAPE = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "hidden_act",
-    "max_position_embeddings",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
+    "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "rms_norm_eps", "hidden_act", "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters",
     "original_max_position_embeddings",
-)
+)  # fmt: skip
 _MAX_LAYERS = 4  # a config of more layers without further hints is a language model's
 _ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh")
 # The EAGLE version of each engine's class. "LlamaForCausalLM" may be either.
@@ -73,39 +63,27 @@ class Block:
 
 @dataclass(frozen=True)
 class HeadSettings:
-    """A config in one spelling. None stands for a key that is missing.
+    """A config in one spelling. None stands for a key that is missing."""
 
-    Attributes:
-        layout: ``draftwing``, ``speculators``, ``model-optimizer`` or ``eagle`` (all others look alike).
-        shape: the keys of a transformers config.
-        bias: True if fc has one.
-        tap_ids: as written; ``taps_are_outputs`` tells how they count.
-        num_taps: if it is given separately.
-        target_hidden_size: only if the target's width differs from the head's.
-        own_embedding: the embedding in the file is not the target's.
-        rope_theta_given: False if every reader takes 10000 because the key is missing.
-        has_block: True if Draftwing wrote the config, so that ``block`` comes from it.
-    """
-
-    layout: str
-    shape: Mapping[str, Any]
+    layout: str  # ``draftwing``, ``speculators``, ``model-optimizer`` or ``eagle`` (all others look alike)
+    shape: Mapping[str, Any]  # the keys of a transformers config
     version: int | None
     draft_vocab_size: int | None
-    bias: bool | None
+    bias: bool | None  # True if fc has one
     norm_before_residual: bool | None
     norm_before_fc: bool
     fc_norm: bool
     norm_output: bool
-    tap_ids: tuple[int, ...] | None
+    tap_ids: tuple[int, ...] | None  # as written; ``taps_are_outputs`` tells how they count
     taps_are_outputs: bool
-    num_taps: int | None
+    num_taps: int | None  # if it is given separately
     num_layers: int
     qkv_bias: bool | None
     attention_bias: bool | None
-    target_hidden_size: int | None
-    own_embedding: bool
-    rope_theta_given: bool
-    has_block: bool
+    target_hidden_size: int | None  # only if the target's width differs from the head's
+    own_embedding: bool  # the embedding in the file is not the target's
+    rope_theta_given: bool  # False if every reader takes 10000 because the key is missing
+    has_block: bool  # True if Draftwing wrote the config, so that ``block`` comes from it
     block: Block
     verifier: str | None
 
@@ -137,12 +115,12 @@ def read_settings(config: Mapping[str, Any], where: str) -> HeadSettings:
         UnsupportedError: a kind of head that has no net here.
     """
     top = _Reader(config, where)
-    nested = _Reader(top.table("eagle_config"), f"{where}: eagle_config")
-    verifier = _Reader(top.table("speculators_config"), where).table("verifier").get("name_or_path")
+    nested = top.inner("eagle_config")
+    verifier = top.inner("speculators_config").inner("verifier").values.get("name_or_path")
     layout = "eagle"
     shape: Mapping[str, Any] = config
     if "speculators_model_type" in config or "speculators_config" in config:
-        layout, shape = "speculators", top.table("transformer_layer_config")
+        layout, shape = "speculators", top.inner("transformer_layer_config").values
         kind = config.get("speculators_model_type")
         if kind != "eagle3":
             raise UnsupportedError(
@@ -150,36 +128,36 @@ def read_settings(config: Mapping[str, Any], where: str) -> HeadSettings:
                 f"serve this one with vLLM"
             )
     elif config.get("model_type") == "eagle":
-        shape = top.table("model") or config
+        shape = top.inner("model").values or config
     elif nested.values:
         layout = "model-optimizer"
     _refuse_unsupported(shape, config, nested.values, where)
     inside = _Reader(shape, where)
-    target_hidden = top.integer("target_hidden_size")
-    target_hidden = None if target_hidden == inside.integer("hidden_size") else target_hidden
-    inner_ids, outer_ids = nested.integers(TAP_IDS), top.integers(TAP_IDS)
-    norm_before_fc = nested.flag("norm_before_fc")
-    fc_norm = top.flag("fc_norm")
+    target_hidden = top.get("target_hidden_size", "size")
+    target_hidden = None if target_hidden == inside.get("hidden_size", "size") else target_hidden
+    inner_ids, outer_ids = nested.layers(TAP_IDS), top.layers(TAP_IDS)
+    norm_before_fc = nested.get("norm_before_fc", "flag")
+    fc_norm = top.get("fc_norm", "flag")
     ropes = [shape, shape.get("rope_parameters"), shape.get("rope_scaling")]
     block = _read_block(config, where)
     return HeadSettings(
         layout="draftwing" if "draftwing" in config and layout == "eagle" else layout,
         shape=shape,
         version=block.version or (3 if layout == "speculators" else claimed_version(config)),
-        draft_vocab_size=top.integer("draft_vocab_size"),
-        bias=top.flag("bias"),
-        norm_before_residual=top.flag("norm_before_residual"),
-        norm_before_fc=bool(top.flag("norm_before_fc") if norm_before_fc is None else norm_before_fc),
-        fc_norm=bool(top.flag("use_aux_norm") if fc_norm is None else fc_norm),
-        norm_output=bool(top.flag("norm_output")),
+        draft_vocab_size=top.get("draft_vocab_size", "size"),
+        bias=top.get("bias", "flag"),
+        norm_before_residual=top.get("norm_before_residual", "flag"),
+        norm_before_fc=bool(top.get("norm_before_fc", "flag") if norm_before_fc is None else norm_before_fc),
+        fc_norm=bool(top.get("use_aux_norm", "flag") if fc_norm is None else fc_norm),
+        norm_output=bool(top.get("norm_output", "flag")),
         tap_ids=outer_ids or inner_ids,  # vLLM reads the outer ones first
         taps_are_outputs=not outer_ids and inner_ids is not None,
-        num_taps=top.integer("num_aux_hidden_states") or inside.integer("num_aux_hidden_states"),
-        num_layers=inside.integer("num_hidden_layers") or 1,
-        qkv_bias=inside.flag("qkv_bias"),
-        attention_bias=inside.flag("attention_bias"),
+        num_taps=top.get("num_aux_hidden_states", "size") or inside.get("num_aux_hidden_states", "size"),
+        num_layers=inside.get("num_hidden_layers", "size") or 1,
+        qkv_bias=inside.get("qkv_bias", "flag"),
+        attention_bias=inside.get("attention_bias", "flag"),
         target_hidden_size=target_hidden,
-        own_embedding=bool(target_hidden or top.flag("embed_requires_grad") or block.own_embedding),
+        own_embedding=bool(target_hidden or top.get("embed_requires_grad", "flag") or block.own_embedding),
         rope_theta_given=any(isinstance(rope, Mapping) and rope.get("rope_theta") is not None for rope in ropes),
         has_block="draftwing" in config,
         block=block,
@@ -203,7 +181,7 @@ def eagle_config(settings: HeadSettings, version: int, num_taps: int, names: Nam
     model = ModelConfig.from_hf(
         {**shape, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}, where
     )
-    rotated = _Reader(settings.shape, where).number("partial_rotary_factor", 1.0, maximum=1.0)
+    rotated = _Reader(settings.shape, where).get("partial_rotary_factor", "share", 1.0)
     if version == 1 and settings.draft_vocab_size not in (None, model.vocab_size):
         raise UnsupportedError(
             f"{where}: an EAGLE-1 head with a draft vocabulary of {settings.draft_vocab_size} tokens is not "
@@ -260,15 +238,14 @@ def _refuse_unsupported(
 def _read_block(config: Mapping[str, Any], where: str) -> Block:
     if "draftwing" not in config:
         return Block()
-    inside = f"{where}: draftwing"
-    block = _Reader(_Reader(config, where).table("draftwing"), inside)
-    number = block.integer("format")
+    block = _Reader(config, where).inner("draftwing")
+    inside, number = block.where, block.get("format", "size")
     if number is None or number > FORMAT:
         raise UnsupportedError(
             f"{inside}: `format` is {number}, this Draftwing reads up to {FORMAT}: update Draftwing, or get the head "
             f"in another layout"
         )
-    version, inputs = block.integer("version"), block.values.get("inputs", "feature-shifted")
+    version, inputs = block.get("version", "size"), block.values.get("inputs", "feature-shifted")
     if version not in (1, 3):
         raise ConfigError(f"{inside}: `version` must be 1 or 3, found {version!r}: correct it in config.json")
     if inputs not in get_args(Inputs):
@@ -277,25 +254,43 @@ def _read_block(config: Mapping[str, Any], where: str) -> Block:
         )
     target = None
     if block.values.get("target") is not None:
-        reader = _Reader(block.table("target"), f"{inside}: target")
-        sizes = {key: reader.integer(key) or 0 for key in ("hidden_size", "num_layers", "vocab_size")}
-        target = TargetId(name=reader.text("name"), vocab_hash=reader.text("vocab_hash"), **sizes)
-    reader, default = _Reader(block.table("calibration"), f"{inside}: calibration"), Calibration()
-    sharpness, scale = reader.number("sharpness", default.sharpness), reader.number("scale", default.scale)
+        reader = block.inner("target")
+        sizes = {key: reader.get(key, "size", 0) for key in ("hidden_size", "num_layers", "vocab_size")}
+        target = TargetId(
+            name=reader.get("name", "string", ""), vocab_hash=reader.get("vocab_hash", "string", ""), **sizes
+        )
+    reader, default = block.inner("calibration"), Calibration()
+    sharpness, scale = (reader.get(name, "number", getattr(default, name)) for name in ("sharpness", "scale"))
+    miss = reader.get("miss", "share", default.miss)
     try:
-        calibration = Calibration(sharpness, reader.number("miss", default.miss, maximum=1.0), scale)
+        calibration = Calibration(float(sharpness), float(miss), float(scale))
     except ConfigError as error:
         raise ConfigError(f"{inside}: {error}: correct it, or remove `calibration`") from error
     return Block(
         version=version,
         inputs=inputs,
-        taps=block.integers("taps"),
+        taps=block.layers("taps"),
         target=target,
-        training=block.table("training"),
-        fc_bias=block.flag("fc_bias"),
-        own_embedding=bool(block.flag("own_embedding")),
+        training=block.inner("training").values,
+        fc_bias=block.get("fc_bias", "flag"),
+        own_embedding=block.get("own_embedding", "flag", False),
         calibration=calibration,
     )
+
+
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "size": ("an integer of at least 1", lambda value: type(value) is int and value >= 1),
+    "layers": (
+        "a list of layer numbers",
+        lambda value: isinstance(value, list) and all(type(item) is int and item >= -1 for item in value),
+    ),
+    "flag": ("true or false", lambda value: isinstance(value, bool)),
+    # The bounds also refuse NaN, infinity and integers that no float can hold.
+    "number": ("a number from 0 on", lambda value: type(value) in (int, float) and 0 <= value <= 1e300),
+    "share": ("a number from 0 to 1", lambda value: type(value) in (int, float) and 0 <= value <= 1),
+    "string": ("a string", lambda value: isinstance(value, str)),
+    "object": ("an object", lambda value: isinstance(value, Mapping)),
+}
 
 
 class _Reader:
@@ -304,39 +299,19 @@ class _Reader:
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self.values, self.where = values, where
 
-    def _get(self, key: str, expected: str, is_valid: Callable[[Any], bool]) -> Any:
-        value = self.values.get(key)
+    def get(self, key: str, kind: str, default: Any = None) -> Any:
+        value, (expected, is_valid) = self.values.get(key), _KINDS[kind]
         if value is not None and not is_valid(value):
             raise ConfigError(
                 f"{self.where}: `{key}` must be {expected}, found {value!r:.60}: correct it in config.json, or take "
                 f"the head from its original place again"
             )
-        return value
+        return default if value is None else value
 
-    def integer(self, key: str) -> int | None:
-        value: int | None = self._get(key, "an integer of at least 1", lambda value: type(value) is int and value >= 1)
-        return value
-
-    def integers(self, key: str) -> tuple[int, ...] | None:
+    def layers(self, key: str) -> tuple[int, ...] | None:
         """Return layer numbers; None also for an empty list."""
-        return tuple(self._get(key, "a list of layer numbers", _is_layer_list) or ()) or None
+        return tuple(self.get(key, "layers", ())) or None
 
-    def flag(self, key: str) -> bool | None:
-        value: bool | None = self._get(key, "true or false", lambda value: isinstance(value, bool))
-        return value
-
-    def number(self, key: str, default: float, maximum: float = 1e300) -> float:
-        # The bounds also refuse NaN, infinity and integers that no float can hold.
-        expected = "a number from 0" + (f" to {maximum:g}" if maximum < 1e300 else " on")
-        value = self._get(key, expected, lambda value: type(value) in (int, float) and 0 <= value <= maximum)
-        return default if value is None else float(value)
-
-    def text(self, key: str) -> str:
-        return str(self._get(key, "a string", lambda value: isinstance(value, str)) or "")
-
-    def table(self, key: str) -> Mapping[str, Any]:
-        return dict(self._get(key, "an object", lambda value: isinstance(value, Mapping)) or {})
-
-
-def _is_layer_list(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and item >= -1 for item in value)
+    def inner(self, key: str) -> _Reader:
+        """Return a reader of a nested object; it has no values if the key is missing."""
+        return _Reader(self.get(key, "object", {}), f"{self.where}: {key}")

@@ -52,19 +52,12 @@ _UNSUPPORTED = (
 
 @dataclass(frozen=True)
 class Names:
-    """The names of a head's tensors in the file, by EAGLE's names.
+    """The names of a head's tensors in the file, by EAGLE's names."""
 
-    Attributes:
-        net: tensors of the net.
-        maps: ``d2t`` and ``t2d``.
-        copies: the target's own matrices.
-        zeros: biases that must be zero.
-    """
-
-    net: dict[str, str]
-    maps: dict[str, str]
-    copies: dict[str, str]
-    zeros: dict[str, str]
+    net: dict[str, str]  # tensors of the net
+    maps: dict[str, str]  # ``d2t`` and ``t2d``
+    copies: dict[str, str]  # the target's own matrices
+    zeros: dict[str, str]  # biases that must be zero
 
     @property
     def num_layers(self) -> int:
@@ -73,7 +66,6 @@ class Names:
 
     @property
     def has_qkv_bias(self) -> bool:
-        """True if any query, key or value has a bias."""
         return any(_QKV_BIAS.fullmatch(name) for name in self.net)
 
 
@@ -123,9 +115,9 @@ def sort_names(names: Iterable[str], version: int, where: str, *, own_embedding:
     return sorted_names
 
 
-def check_tensors(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], where: str) -> None:
+def check_tensors(expected: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]], where: str) -> None:
     """Raise CheckpointError unless a head has exactly the tensors and shapes that its config requires."""
-    missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    missing, unknown = sorted(expected.keys() - stored.keys()), sorted(stored.keys() - expected.keys())
     if missing:
         close = difflib.get_close_matches(missing[0], unknown, n=1)
         hint = f"; the closest is {close[0]!r}" if close else ""
@@ -139,9 +131,9 @@ def check_tensors(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, t
             f"tensors): {_fix_for(unknown[0], _FIX_UNKNOWN)}"
         )
     for name, shape in expected.items():
-        if found[name] != shape:
+        if stored[name] != shape:
             raise CheckpointError(
-                f"{where}: {name} has shape {found[name]}, expected {shape} from config.json: was the head trained "
+                f"{where}: {name} has shape {stored[name]}, expected {shape} from config.json: was the head trained "
                 f"for another target, or is this another head's config? Take both files from one place"
             )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -20,16 +18,7 @@ from draftwing.formats.layouts import head_files
 from draftwing.formats.read import WEIGHTS, Head, checked_training, is_head, weight_files
 from draftwing.methods.eagle_net import EagleNet
 from draftwing.models.config import read_config
-
-_FIXES = {
-    errno.ENOSPC: "the disk is full: make room, or write elsewhere",
-    errno.EDQUOT: "your disk quota is used up: make room, or write elsewhere",
-    errno.EFBIG: "the file would exceed the size limit: raise the limit, or write elsewhere",
-    errno.EACCES: "writing is not allowed there: choose your own folder",
-    errno.EPERM: "writing is not allowed there: choose your own folder",
-    errno.EROFS: "the disk is read-only: write elsewhere",
-    errno.ENOTDIR: "part of the path is a file: choose another path",
-}
+from draftwing.storage import writing
 
 
 def write_head(folder: Path, net: EagleNet, *, training: Mapping[str, Any] | None = None) -> None:
@@ -97,48 +86,28 @@ def write_folder(
         )
     partial = folder.parent / f".{folder.name}.{os.getpid()}.partial"
     try:
-        partial.mkdir(parents=True)
-        plain = {key: tensor.detach().to("cpu").contiguous() for key, tensor in tensors.items()}
-        # The writer refuses tensors that share memory, as a tied copy does.
-        seen: set[int] = set()
-        for key, tensor in plain.items():
-            if tensor.numel() and tensor.untyped_storage().data_ptr() in seen:
-                plain[key] = tensor.clone()
-            seen.add(tensor.untyped_storage().data_ptr())
-        if name.endswith(".pt"):
-            torch.save(plain, partial / name)
-        else:
-            save_file(plain, partial / name, metadata={"format": "pt"})
-        (partial / name).chmod(0o644)  # the writer's own mode lets no other user read it
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for file in copies:
-            shutil.copyfile(file, partial / file.name)
-        if folder.exists():
-            # The config last: a folder with a config has the weights that belong to it, but for a moment.
-            for file_name in (*(file.name for file in copies), name, "config.json"):
-                os.replace(partial / file_name, folder / file_name)
-        else:
-            partial.rename(folder)
-    except (OSError, SafetensorError, RuntimeError) as error:  # torch.save raises RuntimeError for a full disk
-        raise CheckpointError(f"{folder}: the head cannot be written ({error}): {write_fix(error)}") from error
+        with writing(folder):
+            partial.mkdir(parents=True)
+            plain = {key: tensor.detach().to("cpu").contiguous() for key, tensor in tensors.items()}
+            # The writer refuses tensors that share memory, as a tied copy does.
+            seen: set[int] = set()
+            for key, tensor in plain.items():
+                if tensor.numel() and tensor.untyped_storage().data_ptr() in seen:
+                    plain[key] = tensor.clone()
+                seen.add(tensor.untyped_storage().data_ptr())
+            if name.endswith(".pt"):
+                torch.save(plain, partial / name)
+            else:
+                save_file(plain, partial / name, metadata={"format": "pt"})
+            (partial / name).chmod(0o644)  # the writer's own mode lets no other user read it
+            (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            for file in copies:
+                shutil.copyfile(file, partial / file.name)
+            if folder.exists():
+                # The config last: a folder with a config has the weights that belong to it, but for a moment.
+                for file_name in (*(file.name for file in copies), name, "config.json"):
+                    os.replace(partial / file_name, folder / file_name)
+            else:
+                partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def write_fix(error: Exception) -> str:
-    """Return what to do about a file that could not be written."""
-    code = error.errno if isinstance(error, OSError) else None
-    if code is None:  # the safetensors writer has the system's message, not its number
-        code = next((code for code in _FIXES if os.strerror(code) in str(error)), None)
-    return _FIXES.get(code or 0, "check the path and the disk")
-
-
-def write_text(file: Path, text: str) -> None:
-    """Write a text file, whole or not at all. Raises CheckpointError if it cannot be written."""
-    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, file)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise CheckpointError(f"{file}: cannot be written ({error}): {write_fix(error)}") from error

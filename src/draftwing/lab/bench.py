@@ -28,8 +28,8 @@ from draftwing.lab.machine import describe_machine
 from draftwing.lm import LM, Generation
 from draftwing.sampling import Sampling
 from draftwing.sampling_options import nth_seed
+from draftwing.storage import locked
 from draftwing.text.prompts import parse_json
-from draftwing.train.checkpoint import locked
 
 FILE = "records.jsonl"
 _WARM_UP_TOKENS = 16

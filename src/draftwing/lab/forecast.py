@@ -17,7 +17,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,7 +41,6 @@ from draftwing.decode import Decoder
 from draftwing.engine import Engine
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.formats.identity import head_id
-from draftwing.formats.write import write_fix
 from draftwing.lab.compare import compare
 from draftwing.lm import LM
 from draftwing.methods.base import Budget, Drafter
@@ -51,6 +49,7 @@ from draftwing.models.target import Target
 from draftwing.request import Request
 from draftwing.runtime.tree_builder import static_levels
 from draftwing.sampling import Sampling, SamplingBatch
+from draftwing.storage import replacing, writing
 from draftwing.text.prompts import Prompt
 from draftwing.tree import PAD, Accepted, DraftTree
 
@@ -207,16 +206,8 @@ class HeldOut:
         arrays = {"about": np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)}
         for number, texts in enumerate(self.texts.values()):
             arrays |= {f"{each.name}_{number}": getattr(texts, each.name) for each in fields(ForecastTexts)}
-        partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
-        try:
-            with partial.open("wb") as stream:
-                np.savez_compressed(stream, allow_pickle=False, **arrays)
-            os.replace(partial, file)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            raise CheckpointError(
-                f"{file}: the held-out statistics cannot be written ({error}): {write_fix(error)}"
-            ) from error
+        with writing(file), replacing(file) as partial, partial.open("wb") as stream:
+            np.savez_compressed(stream, allow_pickle=False, **arrays)
         return file
 
     @classmethod

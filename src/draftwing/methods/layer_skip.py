@@ -33,7 +33,7 @@ import torch
 from draftwing.errors import CheckpointError, ConfigError, shown
 from draftwing.formats.identity import differences, made_for, target_id
 from draftwing.formats.settings import FORMAT
-from draftwing.formats.write import check_destination, write_fix, write_text
+from draftwing.formats.write import check_destination
 from draftwing.methods.base import Budget
 from draftwing.methods.calibration import Calibration
 from draftwing.methods.method import DraftMethod, NewDrafter, Source, integer_option
@@ -46,6 +46,7 @@ from draftwing.models.subnet import Parts, StartedForward, SubNet, lean_target, 
 from draftwing.runtime.forward import Runner
 from draftwing.runtime.tree_builder import Drafted, DraftRequest, VerifyRequest
 from draftwing.sampling import SamplingBatch
+from draftwing.storage import write_text, writing
 from draftwing.torch_utils import inference
 
 LAYERS = "layers"
@@ -129,10 +130,8 @@ class LayerSet:
             "skip_mlp": list(self.parts.skipped_mlp),
             "tuning": dict(self.tuning),
         }
-        try:
+        with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"{folder}: cannot be made ({error}): {write_fix(error)}") from error
         write_text(folder / "config.json", json.dumps({"draftwing": block}, indent=2) + "\n")
 
     @classmethod

@@ -179,6 +179,7 @@ class TruthLike(Protocol):
     Attributes:
         probs: (B * T, V) p.
         best: (B, T) the target's best tokens.
+        last: (B * T, H) the hidden states that EAGLE-1 predicts.
         after: (B * T, 1) the data's next tokens.
     """
 
@@ -186,6 +187,8 @@ class TruthLike(Protocol):
     def probs(self) -> Tensor: ...
     @property
     def best(self) -> Tensor: ...
+    @property
+    def last(self) -> Tensor: ...
     @property
     def after(self) -> Tensor: ...
 

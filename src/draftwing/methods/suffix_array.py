@@ -30,9 +30,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftwing.errors import CheckpointError, ConfigError, TokenizerError, shown
-from draftwing.formats.write import write_fix
 from draftwing.methods.base import ListTree
 from draftwing.models.config import read_config
+from draftwing.storage import writing
 from draftwing.text.tokenizer import Tokenizer
 
 END = -1  # follows every text: no pattern contains it
@@ -440,13 +440,12 @@ def write_datastore(folder: Path, texts: SuffixArray, about: Mapping[str, Any]) 
     about = {**about, "num_tokens": len(texts) - about["num_texts"], "identity": identity}
     partial = partial_name(folder)
     try:
-        partial.mkdir(parents=True)
-        write_store(partial / TEXTS_FILE, [texts], about)
-        config = {"draftwing": {"kind": DATASTORE_KIND, **about}}
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        partial.rename(folder)
-    except OSError as error:
-        raise CheckpointError(f"{folder}: the datastore cannot be written ({error}): {write_fix(error)}") from error
+        with writing(folder):
+            partial.mkdir(parents=True)
+            write_store(partial / TEXTS_FILE, [texts], about)
+            config = {"draftwing": {"kind": DATASTORE_KIND, **about}}
+            (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            partial.rename(folder)
     finally:
         with suppress(OSError):
             shutil.rmtree(partial, ignore_errors=True)

@@ -64,13 +64,14 @@ class ServerAnswerer:
     ) -> None:
         if num_parallel < 1 or num_retries < 0 or timeout <= 0:
             raise ConfigError("num_parallel must be at least 1, num_retries at least 0, timeout above 0")
-        urls = dict.fromkeys([url] if isinstance(url, str) else url)
-        if not urls:
+        self._urls = list(dict.fromkeys(map(_api_url, [url] if isinstance(url, str) else url)))
+        if not self._urls:
             raise ConfigError("expected the URL of a server such as http://localhost:8000, found none")
-        self._servers = [_Server(each, model, api_key, timeout, (num_retries, backoff)) for each in urls]
         self._model, self._num_parallel = model, num_parallel
+        self._settings = model, api_key, timeout, (num_retries, backoff)
         self._choices = [sampling] if isinstance(sampling, Sampling) else list(sampling)
-        self.num_tokens, self.gone = 0, list[str]()
+        self.num_tokens = 0
+        self.gone: list[str] = []
 
     def answer(self, tasks: Iterable[Task]) -> Iterator[AnsweredTask]:
         """See ``Answerer``.
@@ -78,42 +79,59 @@ class ServerAnswerer:
         Raises:
             DataError: no server can be reached, all keep failing, or one refuses everything (wrong key, unknown model).
         """
-        shared = _SharedTasks(tasks, self._servers)
-        self.gone = shared.gone
+        waiting, lock, stopping = iter(tasks), threading.Lock(), threading.Event()
+        results: queue.Queue[AnsweredTask | Exception | None] = queue.Queue()  # None: a thread has ended
+        free: queue.Queue[_Server] = queue.Queue()  # each server once for every request that it can take
+        running = [_Server(url, *self._settings, stopping) for url in self._urls]
+        num_threads = self._num_parallel * len(running)
+        for number in range(num_threads):
+            free.put(running[number % len(running)])
+        self.gone = []
 
-        def work(server: _Server) -> None:
+        def work() -> None:
             try:
-                while (task := shared.take(server)) is not None:
-                    try:
-                        shared.results.put(self._answer(task, server))
-                    except _GoneError as error:
-                        shared.give_back(task, server, error)
-                    finally:
-                        shared.finish()
+                while not stopping.is_set():
+                    with lock:
+                        task = next(waiting, None)
+                    if task is None:
+                        break
+                    results.put(answer_anywhere(task))
             except Exception as error:  # raised again in the calling thread
-                shared.results.put(error)
-            shared.results.put(None)
+                results.put(error)
+            results.put(None)
+
+        def answer_anywhere(task: Task) -> AnsweredTask:
+            while True:
+                server = free.get()
+                try:
+                    if server in running:
+                        return self._answer(task, server)
+                except _GoneError as error:
+                    with lock:
+                        if server in running:
+                            running.remove(server)
+                            self.gone.append(str(error))
+                finally:
+                    if server in running or not running:
+                        free.put(server)
+                if not running:
+                    raise DataError(self.gone[-1])
 
         # Daemons: after Ctrl-C, requests that may take minutes do not delay the exit.
-        threads = [
-            threading.Thread(target=work, args=(server,), daemon=True)
-            for _ in range(self._num_parallel)
-            for server in self._servers
-        ]
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(num_threads)]
         try:
             for thread in threads:
                 thread.start()
-            num_running = len(threads)
-            while num_running:
-                result = shared.results.get()
+            while num_threads:
+                result = results.get()
                 if isinstance(result, Exception):
                     raise result
                 if result is None:
-                    num_running -= 1
+                    num_threads -= 1
                 else:
                     yield result
         finally:
-            shared.stop()
+            stopping.set()
 
     def _answer(self, task: Task, server: _Server) -> AnsweredTask:
         sampling = sampling_of(self._choices, task.id)
@@ -163,68 +181,31 @@ class ServerAnswerer:
             ) from error
 
 
-class _SharedTasks:
-    """The tasks of one ``answer``, shared by its threads, and their results (None: a thread has ended)."""
-
-    def __init__(self, tasks: Iterable[Task], servers: Sequence[_Server]) -> None:
-        self._tasks, self._returned, self._num_running = iter(tasks), list[Task](), 0
-        self._changed, self._left = threading.Condition(), list(servers)
-        self._stopping, self.gone = threading.Event(), list[str]()
-        self.results: queue.Queue[AnsweredTask | Exception | None] = queue.Queue()
-        for server in servers:
-            server.stopping = self._stopping
-
-    def take(self, server: _Server) -> Task | None:
-        """Return the next task; wait while running ones may be given back. None after the last one."""
-        with self._changed:
-            while not self._stopping.is_set() and server in self._left:
-                task = self._returned.pop() if self._returned else next(self._tasks, None)
-                if task is not None:
-                    self._num_running += 1
-                    return task
-                if not self._num_running:
-                    return None
-                self._changed.wait()
-            return None
-
-    def give_back(self, task: Task, server: _Server, error: _GoneError) -> None:
-        """Return the task of a server that stopped answering. Raises DataError if no other server is left."""
-        with self._changed:
-            self._returned.append(task)
-            if server in self._left:
-                self._left.remove(server)
-                self.gone.append(str(error))
-            if not self._left:
-                raise DataError(str(error)) from error
-
-    def finish(self) -> None:
-        """Count a task as done, or as given back."""
-        with self._changed:
-            self._num_running -= 1
-            self._changed.notify_all()
-
-    def stop(self) -> None:
-        self._stopping.set()
-        with self._changed:
-            self._changed.notify_all()
+def _api_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"server {url!r}: expected a URL such as http://localhost:8000")
+    return url.rstrip("/").removesuffix("/v1") + "/v1"
 
 
 class _Server:
-    def __init__(self, url: str, model: str, api_key: str | None, timeout: float, retries: tuple[int, float]) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"server {url!r}: expected a URL such as http://localhost:8000")
-        base = url.rstrip("/")
-        self.url = base if base.endswith("/v1") else base + "/v1"
-        self._model, self._timeout, self._retries = model, timeout, retries
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        api_key: str | None,
+        timeout: float,
+        retries: tuple[int, float],
+        stopping: threading.Event,
+    ) -> None:
+        self.url, self._model, self._timeout, self._retries, self._stopping = url, model, timeout, retries, stopping
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         # A proxy from the environment cannot reach this machine's ports.
-        handlers = [urllib.request.ProxyHandler({})] if parts.hostname in LOOPBACK else []
+        handlers = [urllib.request.ProxyHandler({})] if urlsplit(url).hostname in LOOPBACK else []
         self._opener = urllib.request.build_opener(*handlers)
         self._was_reached = False
-        self.stopping = threading.Event()
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """Return the reply's JSON; try again while the server is busy or cannot be reached."""
@@ -233,37 +214,30 @@ class _Server:
         num_retries, backoff = self._retries
         for attempt in range(num_retries + 1):
             try:
-                content = self._send(request)
-                break
+                return self._send(request)
             except _BusyError as error:
                 problem = str(error)
                 wait = min(backoff * 2.0**attempt, MAX_WAIT) * random.uniform(0.75, 1.25)
-                if attempt < num_retries and self.stopping.wait(max(wait, error.wait)):
+                if attempt < num_retries and self._stopping.wait(max(wait, error.wait)):
                     raise DataError(f"{where}: stopped while waiting to try again ({problem})") from error
-        else:
-            raise _GoneError(
-                f"{where}: no answer after {num_retries + 1} tries ({problem}): check the server, then run the same "
-                f"command again; what was finished is kept"
-            )
-        try:
-            return json.loads(content)
-        except ValueError as error:
-            raise DataError(
-                f"{where}: expected JSON, found {content[:80]!r}: is this a server with the OpenAI API?"
-            ) from error
+        raise _GoneError(
+            f"{where}: no answer after {num_retries + 1} tries ({problem}): check the server, then run the same "
+            f"command again; what was finished is kept"
+        )
 
-    def _send(self, request: urllib.request.Request) -> bytes:
+    def _send(self, request: urllib.request.Request) -> Any:
         try:
             with self._opener.open(request, timeout=self._timeout) as response:
                 self._was_reached = True
-                return bytes(response.read())
+                content = response.read()
         except urllib.error.HTTPError as error:
             self._was_reached = True
-            problem = f"{error.code} {_error_message(error)}"
+            problem = f"{error.code} {_read_message(error)}"
             if error.code in REFUSED:
                 raise _RefusedError(problem) from error
             if error.code in BUSY or error.code >= 500:
-                raise _BusyError(problem, _retry_after(error)) from error
+                wait = error.headers.get("Retry-After", "")  # seconds, or a date
+                raise _BusyError(problem, min(float(wait), MAX_WAIT) if wait.isdecimal() else 0.0) from error
             raise DataError(
                 f"{request.full_url} for model {self._model!r}: {problem}: check the URL, the model's name and "
                 f"the API key"
@@ -274,6 +248,12 @@ class _Server:
                 raise _BusyError(problem) from error
             raise _GoneError(
                 f"{self.url}: no server can be reached ({problem}): start it, or correct its URL"
+            ) from error
+        try:
+            return json.loads(content)
+        except ValueError as error:
+            raise DataError(
+                f"{request.full_url}: expected JSON, found {content[:80]!r}: is this a server with the OpenAI API?"
             ) from error
 
 
@@ -291,22 +271,13 @@ class _BusyError(Exception):
         self.wait = wait
 
 
-def _error_message(error: urllib.error.HTTPError) -> str:
+def _read_message(error: urllib.error.HTTPError) -> str:
     try:
         content = error.read().decode("utf-8", "replace")
-    except (OSError, http.client.HTTPException):
-        return str(error.reason)
-    try:
         reply = json.loads(content)
         reply = reply.get("error", reply)
         return str(reply["message"] if isinstance(reply, dict) else reply)[:300]
+    except (OSError, http.client.HTTPException):
+        return str(error.reason)
     except (ValueError, KeyError, AttributeError):
         return content.strip()[:300] or str(error.reason)
-
-
-def _retry_after(error: urllib.error.HTTPError) -> float:
-    """Return the seconds that the server requests; 0 if it sends none, or a date."""
-    try:
-        return min(float(error.headers.get("Retry-After", 0)), MAX_WAIT)
-    except ValueError:
-        return 0.0

@@ -17,7 +17,6 @@ class TensorBoardLog:
         self._writer = SummaryWriter(str(out / "tensorboard"))
 
     def __call__(self, progress: Progress) -> None:
-        """Log one iteration."""
         for name, value in progress.metrics.items():
             tags = {f"{name}/{i}": x for i, x in enumerate(value)} if isinstance(value, list) else {name: value}
             for tag, number in tags.items():

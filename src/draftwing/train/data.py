@@ -42,17 +42,12 @@ LENGTH_GROWTH = 1.15  # rows of one batch differ at most by this factor in lengt
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file with data.
-
-    Attributes:
-        name: for messages: as the user wrote it, or relative to the folder.
-        in_folder: found in a folder, so that it may be skipped if it is not text.
-    """
+    """A file with data."""
 
     path: Path
-    name: str
+    name: str  # as the user wrote it, or relative to the folder
     num_bytes: int
-    in_folder: bool
+    in_folder: bool  # found in a folder, so that it may be skipped if it is not text
 
 
 def find_files(
@@ -67,8 +62,7 @@ def find_files(
             end, or a pattern with ``*`` (which also matches slashes). Empty lines and ``#`` lines are ignored.
         output: a file that is being written, and is therefore not a source.
 
-    Raises:
-        DataError: no sources, a missing one, an empty file, or a folder without files.
+    Raises DataError for no sources, a missing one, an empty file, or a folder without files.
     """
     if not sources:
         raise DataError("there is no source of data: give at least one file or folder")
@@ -111,7 +105,7 @@ def _walk(folder: Path, patterns: list[str]) -> Iterator[SourceFile]:
         paths += [Path(root, name) for name in files if not name.startswith(".")]
     for name, path in sorted((path.relative_to(folder).as_posix(), path) for path in paths):
         size = path.stat().st_size if path.is_file() else 0
-        if size and not any(fnmatch(name, each) if "*" in each else name == each for each in patterns):
+        if size and not any(fnmatch(name, line) if "*" in line else name == line for line in patterns):
             yield SourceFile(path, name, size, in_folder=True)
 
 
@@ -120,31 +114,24 @@ def _walk(folder: Path, patterns: list[str]) -> Iterator[SourceFile]:
 
 @dataclass(frozen=True)
 class DataRecord:
-    """One document or one dialogue.
+    """One document or one dialogue."""
 
-    Attributes:
-        where: file and line, for messages.
-        text: of a document; None for a dialogue.
-        messages: of a dialogue.
-        num_bytes: its share of the file, for progress.
-        ended: False for a document that was cut off (``finish_reason`` is ``length``): no end token follows it.
-    """
-
-    where: str
-    text: str | None
-    messages: tuple[Message, ...]
-    num_bytes: int
-    ended: bool = True
+    where: str  # file and line, for messages
+    text: str | None  # a document; None for a dialogue
+    messages: tuple[Message, ...]  # a dialogue
+    num_bytes: int  # its share of the file, for progress
+    ended: bool = True  # False for a document that was cut off: no end token follows it
 
 
 def read_files(files: Sequence[SourceFile], on_progress: OnProgress | None) -> Iterator[DataRecord]:
     """Yield the records of all files; ``on_progress`` gets the bytes read and the total."""
-    total, done, reported = sum(file.num_bytes for file in files), 0, 0
+    total, done = sum(file.num_bytes for file in files), 0
+    next_report = total // 500
     for record in itertools.chain.from_iterable(map(read_records, files)):
         yield record
         done += record.num_bytes
-        if on_progress is not None and done - reported >= total // 500:  # there may be millions of records
-            reported = done
+        if on_progress is not None and done >= next_report:  # there may be millions of records
+            next_report = done + total // 500
             on_progress(min(done, total), total)
     if on_progress is not None:
         on_progress(total, total)
@@ -219,8 +206,8 @@ def _list_entries(file: SourceFile, text: str) -> list[Any] | None:
         raise DataError(
             f"{file.name}: not JSON ({error}): expected a list of objects; name the file .jsonl if it has one per line"
         ) from error
-    is_list = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
-    if is_list and (not file.in_folder or is_record(value[0])):
+    first = value[0] if isinstance(value, list) and value else None
+    if isinstance(first, dict) and (is_record(first) or not file.in_folder):
         return list(value)
     if file.in_folder:
         return None
@@ -232,10 +219,9 @@ def _list_entries(file: SourceFile, text: str) -> list[Any] | None:
 
 def _make_record(entry: object, where: str, num_bytes: int) -> DataRecord:
     parsed = read_record(entry, where, DataError)
-    if parsed.text is not None:
-        return DataRecord(where, _encodable(parsed.text), (), num_bytes, parsed.ended)
-    messages = ({key: _encodable(value) for key, value in message.items()} for message in parsed.messages)
-    return DataRecord(where, None, tuple(messages), num_bytes)
+    text = None if parsed.text is None else _encodable(parsed.text)
+    messages = tuple({key: _encodable(value) for key, value in message.items()} for message in parsed.messages)
+    return DataRecord(where, text, messages, num_bytes, parsed.ended)
 
 
 def _encodable(text: str) -> str:
@@ -256,17 +242,11 @@ FIXED_SETTINGS = {"date_string": "26 Jul 2024"}
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """One dialogue.
+    """One dialogue."""
 
-    Attributes:
-        ids: (T,) int32.
-        mask: (T,) bool: True if the prediction of this token counts in the loss; never at 0.
-        where: file and line that it was read from; empty if unknown.
-    """
-
-    ids: np.ndarray
-    mask: np.ndarray
-    where: str = ""
+    ids: np.ndarray  # (T,) int32
+    mask: np.ndarray  # (T,) bool: True if the prediction of this token counts in the loss; never at 0
+    where: str = ""  # file and line that it was read from; empty if unknown
 
 
 def bare_tokenizer(tokenizer: Tokenizer) -> FastTokenizer:
@@ -315,29 +295,23 @@ class DialogueEncoder:
         located = [(self._locate(dialogue.messages), dialogue.where) for dialogue in dialogues]
         kept = [(*turns, where) for turns, where in located if turns is not None]
         encodings = self.bare.encode_batch([text for text, _, _ in kept], add_special_tokens=False)
-        examples = []
-        for encoding, (_, spans, where) in zip(encodings, kept, strict=True):
-            example = Example(*self._mark(encoding, spans), where)
-            if example.mask.any():
-                examples.append(example)
-            else:
-                self.skipped["no room for an answer"] += 1
-        return examples
+        marked = zip(encodings, kept, strict=True)
+        examples = [Example(*self._mark(encoding, spans), where) for encoding, (_, spans, where) in marked]
+        with_answer = [example for example in examples if example.mask.any()]
+        if len(with_answer) < len(examples):
+            self.skipped["no room for an answer"] += len(examples) - len(with_answer)
+        return with_answer
 
     def mask_of_prompt(self, messages: Sequence[Message], ids: Sequence[int]) -> np.ndarray:
         """Return (T,) bool: which ids of a prompt are earlier answers; all False if the template does not show it."""
-        located, turns = None, _assistant_turns(messages)
-        if turns and self._tokenizer.has_chat_template:
-            try:
-                located = self._by_prefix(messages, turns, ready=True) or self._by_marks(messages, ready=True)
-            except Exception:  # errors of jinja, and those that the template raises
-                located = None
-        elif turns:
-            text, spans = _joined(messages)
-            located = text + JOIN, spans
+        turns = _assistant_turns(messages)
+        try:
+            located = self._find_turns(messages, turns, ready=True) if turns else None
+        except Exception:  # errors of jinja, and those that the template raises
+            located = None
         if located is not None:
-            found, mask = self._mark(self.bare.encode(located[0], add_special_tokens=False), located[1])
-            if np.array_equal(found, ids):
+            encoded, mask = self._mark(self.bare.encode(located[0], add_special_tokens=False), located[1])
+            if np.array_equal(encoded, ids):
                 return mask
         return np.zeros(len(ids), dtype=bool)
 
@@ -362,14 +336,8 @@ class DialogueEncoder:
             self.skipped["no assistant turn"] += 1
             return None
         messages = messages[: turns[-1] + 1]  # nothing is learnt from later turns
-        if not self._tokenizer.has_chat_template:
-            return _joined(messages)
         try:
-            located = (
-                self._by_prefix(messages, turns)
-                or self._by_marks(messages)
-                or self._by_prefix(messages, [len(messages) - 1])
-            )
+            located = self._find_turns(messages, turns) or self._by_prefix(messages, [len(messages) - 1])
         except Exception as error:  # errors of jinja, and those that the template raises
             self.skipped["refused by the chat template"] += 1
             self.refusal = self.refusal or str(error)
@@ -377,6 +345,19 @@ class DialogueEncoder:
         if located is None:
             self.skipped["unclear turns"] += 1
         return located
+
+    def _find_turns(
+        self, messages: Sequence[Message], turns: Sequence[int], *, ready: bool = False
+    ) -> tuple[str, list[Span]] | None:
+        """Return the text and its turns; with ``ready``, the text ends with the prompt for the assistant."""
+        if self._tokenizer.has_chat_template:
+            return self._by_prefix(messages, turns, ready=ready) or self._by_marks(messages, ready=ready)
+        text, spans = "", []
+        for i, message in enumerate(messages):
+            text += (JOIN if i else "") + message["content"]
+            if i in turns:
+                spans.append((len(text) - len(message["content"]), len(text)))
+        return text + JOIN * ready, spans
 
     def _by_prefix(
         self, messages: Sequence[Message], turns: Sequence[int], *, ready: bool = False
@@ -413,10 +394,8 @@ class DialogueEncoder:
         return (text, spans) if spans else None
 
     def _render(self, messages: Sequence[Message], *, ready: bool = False) -> str:
-        rendered = self._chat.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=ready, **self._settings
-        )
-        return str(rendered)
+        options = {"tokenize": False, "add_generation_prompt": ready, **self._settings}
+        return str(self._chat.apply_chat_template(list(messages), **options))
 
     @cached_property
     def _chat(self) -> Any:
@@ -458,36 +437,20 @@ def _assistant_turns(messages: Sequence[Message]) -> list[int]:
     return [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > 0]
 
 
-def _joined(messages: Sequence[Message]) -> tuple[str, list[Span]]:
-    """Join messages by empty lines; return the text and the assistant's turns in it."""
-    text, spans = "", []
-    for i, message in enumerate(messages):
-        text += (JOIN if i else "") + message["content"]
-        if i and message["role"] == "assistant":
-            spans.append((len(text) - len(message["content"]), len(text)))
-    return text, spans
-
-
 # --- a corpus --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """The data of a run.
+    """The data of a run."""
 
-    Attributes:
-        examples: dialogues, one row each.
-        stream: (N,) int32: the documents one after another, each followed by the end token. All of it counts.
-        starts: (D,) int64: the position of each document in the stream.
-        prefix: the ids before every window of the stream: BOS, or nothing.
-        skipped: how many records were left out, by reason.
-    """
-
-    examples: Sequence[Example] = ()
+    examples: Sequence[Example] = ()  # dialogues, one row each
+    # (N,) int32: the documents one after another, each followed by the end token. All of it counts.
     stream: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    # (D,) int64: the position of each document in the stream.
     starts: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    prefix: tuple[int, ...] = ()
-    skipped: Mapping[str, int] = field(default_factory=dict)
+    prefix: tuple[int, ...] = ()  # the ids before every window of the stream: BOS, or nothing
+    skipped: Mapping[str, int] = field(default_factory=dict)  # how many records were left out, by reason
 
     @property
     def num_tokens(self) -> int:
@@ -500,7 +463,6 @@ def read_examples(
     tokenizer: Tokenizer,
     *,
     max_length: int,
-    eos_id: int | None = None,
     exclude: Path | None = None,
     on_progress: OnProgress | None = None,
 ) -> Corpus:
@@ -508,9 +470,6 @@ def read_examples(
 
     Args:
         max_length: tokens of a dialogue; longer ones are cut.
-        eos_id: follows every document; None for the tokenizer's end token.
-        exclude: a file of names to leave out of folders.
-        on_progress: called with the bytes read and the total.
 
     Raises:
         DataError: a source cannot be used, or nothing is left to train on.
@@ -523,7 +482,7 @@ def read_examples(
     encoder = DialogueEncoder(tokenizer, max_length)
     examples: list[Example] = []
     parts, starts, length = [np.empty(0, dtype=np.int32)], [0], 0
-    files = find_files(sources, exclude)
+    files, eos_id = find_files(sources, exclude), 0
 
     def items() -> Iterator[DataRecord | _Piece]:
         for record in read_files(files, on_progress):
@@ -537,7 +496,7 @@ def read_examples(
     for chunk in chunked(items(), _num_characters):
         examples += encoder.encode([item for item in chunk if isinstance(item, DataRecord)])
         pieces = [item for item in chunk if isinstance(item, _Piece)]
-        if pieces and eos_id is None:
+        if pieces and not length:
             eos_id = _find_eos(tokenizer)
         encodings = encoder.bare.encode_batch_fast([piece.text for piece in pieces], add_special_tokens=False)
         for encoding, piece in zip(encodings, pieces, strict=True):
@@ -546,21 +505,14 @@ def read_examples(
             length += len(ids)
             if piece.is_last:
                 starts.append(length)
-    corpus = Corpus(
-        tuple(examples),
-        np.concatenate(parts),
-        np.asarray(starts[:-1], dtype=np.int64),
-        encoder.prefix,
-        dict(encoder.skipped),
-    )
+    firsts = np.asarray(starts[:-1], dtype=np.int64)
+    corpus = Corpus(tuple(examples), np.concatenate(parts), firsts, encoder.prefix, dict(encoder.skipped))
     if not corpus.num_tokens:
         encoder.check()
-        reasons = (
-            ", ".join(f"{count} with {why}" for why, count in corpus.skipped.items()) or "there was no text at all"
-        )
+        reasons = ", ".join(f"{count} with {why}" for why, count in corpus.skipped.items())
         raise DataError(
-            f"{', '.join(map(str, sources))}: nothing is left to train on ({reasons}): give dialogues with answers "
-            f"(`draftwing data regenerate` writes them), documents, or a larger max_length"
+            f"{', '.join(map(str, sources))}: nothing is left to train on ({reasons or 'there was no text at all'}): "
+            f"give dialogues with answers (`draftwing data regenerate` writes them), documents, or a larger max_length"
         )
     return corpus
 
@@ -613,7 +565,7 @@ def _find_eos(tokenizer: Tokenizer) -> int:
     if not isinstance(eos_id, int):
         raise TokenizerError(
             f"{tokenizer.folder}: the end token, which follows every document, is unknown: expected eos_token in "
-            f"tokenizer_config.json or eos_token_id in generation_config.json; add one, or pass eos_id"
+            f"tokenizer_config.json or eos_token_id in generation_config.json; add one"
         )
     return eos_id
 
@@ -632,9 +584,7 @@ def split(corpus: Corpus, validation_share: float, seed: int = 0) -> tuple[Corpu
     Duplicates therefore stay on one side, and the order of the sources does not matter. Units are dialogues, and
     sections of up to 16,384 tokens of documents. Small corpora keep at least one unit on each side.
 
-    Raises:
-        ConfigError: a share outside [0, 1).
-        DataError: fewer than two different units.
+    Raises ConfigError for a share outside [0, 1), and DataError for fewer than two different units.
     """
     bounds = itertools.pairwise([*corpus.starts.tolist(), len(corpus.stream)])
     sections = [
@@ -680,17 +630,11 @@ def _part(corpus: Corpus, sections: Sequence[np.ndarray], chosen: np.ndarray) ->
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Rows that are trained on together.
+    """Rows that are trained on together."""
 
-    Attributes:
-        ids: (B, T) int64, 0 after the end of a row.
-        mask: (B, T) bool, see ``Example``; False after the end of a row.
-        lengths: (B,) int64.
-    """
-
-    ids: Tensor
-    mask: Tensor
-    lengths: Tensor
+    ids: Tensor  # (B, T) int64, 0 after the end of a row
+    mask: Tensor  # (B, T) bool, see ``Example``; False after the end of a row
+    lengths: Tensor  # (B,) int64
 
     @property
     def real(self) -> Tensor:
@@ -738,13 +682,9 @@ class BatchPlan:
         lengths: (R,) the tokens of each row.
         tokens_per_batch: at most, including padding.
         seed: of all shuffling.
-
-    Raises:
-        ConfigError: a batch has no room for the longest row, or a negative seed.
-        DataError: no rows.
     """
 
-    def __init__(self, lengths: np.ndarray, tokens_per_batch: int, seed: int = 0) -> None:
+    def __init__(self, lengths: np.ndarray, tokens_per_batch: int, seed: int) -> None:
         if seed < 0:
             raise ConfigError(f"seed must be at least 0, found {seed}")
         if not len(lengths):
@@ -791,14 +731,9 @@ class BatchPlan:
     def rows_of_batch(self, number: int, rank: int = 0, world_size: int = 1) -> tuple[int, list[int]]:
         """Return the epoch and the rows of a batch, counted over all epochs, or one rank's share of the rows.
 
-        A rank may have no rows of the one batch of an epoch that is not full. Raises ConfigError for a number or rank
-        that does not exist, and for batches too small for the number of ranks.
+        A rank may have no rows of the one batch of an epoch that is not full. Raises ConfigError if batches are too
+        small for the number of ranks.
         """
-        if number < 0 or not 0 <= rank < world_size:
-            raise ConfigError(
-                f"batch {number} for rank {rank} of {world_size} does not exist: expected a number of at least 0 and a "
-                f"rank below world_size"
-            )
         if world_size > self._rows_per_batch[-1]:
             raise ConfigError(
                 f"a batch has room for {self._rows_per_batch[-1]} of the longest rows, and there are {world_size} "
@@ -817,9 +752,7 @@ class Batches(BatchPlan):
     position, so that it has every token once, always the same number of windows, and no token is always the first of
     its window.
 
-    Args:
-        max_length: of a window, and of a dialogue; longer ones are cut. Too small values raise ConfigError.
-        tokens_per_batch, seed: see ``BatchPlan``, also for its errors.
+    ``max_length`` is that of a window, and of a dialogue; longer ones are cut.
     """
 
     def __init__(self, corpus: Corpus, tokens_per_batch: int, max_length: int, seed: int = 0) -> None:
@@ -867,9 +800,7 @@ def draft_vocabulary(corpus: Corpus, vocab_size: int, draft_vocab_size: int, alw
     Returns:
         (V_draft,) int64 target ids, ascending.
 
-    Raises:
-        ConfigError: V_draft is too small, or ``always`` has ids outside the vocabulary.
-        DataError: the corpus has no loss tokens, or ids outside the vocabulary.
+    Raises ConfigError for a V_draft that is too small, and ConfigError or DataError for ids outside the vocabulary.
     """
     fixed = np.unique(np.fromiter(always, dtype=np.int64))
     if draft_vocab_size < max(1, len(fixed)):

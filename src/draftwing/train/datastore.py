@@ -18,17 +18,11 @@ from draftwing.train.data import OnProgress, bare_tokenizer, chunked, find_files
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts one after another.
+    """Texts one after another."""
 
-    Attributes:
-        tokens: (T,) ids, each text followed by ``END``.
-        num_texts: documents, and messages of dialogues.
-        num_files: that they come from.
-    """
-
-    tokens: NDArray[np.int32]
-    num_texts: int
-    num_files: int
+    tokens: NDArray[np.int32]  # (T,) ids, each text followed by ``END``
+    num_texts: int  # documents, and messages of dialogues
+    num_files: int  # files that they come from
 
 
 def read_texts(

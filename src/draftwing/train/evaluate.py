@@ -21,6 +21,7 @@ from draftwing.formats.card import line_of
 from draftwing.methods.base import Budget
 from draftwing.methods.calibration import NUM_COMPARED, Calibration
 from draftwing.methods.net import DraftNet
+from draftwing.methods.objectives import DraftLoss
 from draftwing.methods.registry import method_of_net
 from draftwing.models.linear import Linear
 from draftwing.models.target import Target
@@ -29,7 +30,7 @@ from draftwing.stats import Stats
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.train.data import Corpus, DialogueEncoder, find_files, read_files
 from draftwing.train.features import FeatureBatch, FeatureSource
-from draftwing.train.loss import Scorer, Truth, loss_of
+from draftwing.train.loss import Truth, loss_of
 from draftwing.train.options import TrainOptions
 
 T = TypeVar("T")
@@ -37,6 +38,7 @@ T = TypeVar("T")
 PROMPT_TOKENS = 128  # prompt length when tau is measured on documents
 VALIDATION_BATCHES = 4
 # Calibration.
+CALIBRATED_STEPS = 2
 MAX_ROWS = 4096  # positions that are drawn for one fit
 SCALES = (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.7, 2.0)  # candidates
 MIN_GAIN = 1.01  # first guesses that a scale must make right, relative to none: a smaller gain may be chance
@@ -71,19 +73,12 @@ def measure_tau(target: Target, net: DraftNet, prompts: Sequence[Sequence[int]],
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Evaluates nets on held-out data.
+    """Evaluates nets on held-out data."""
 
-    Attributes:
-        target: the model to draft for.
-        validation: the data that prompts are cut from.
-        source: its features.
-        options: of the run.
-    """
-
-    target: Target
-    validation: Corpus
-    source: FeatureSource
-    options: TrainOptions
+    target: Target  # the model to draft for
+    validation: Corpus  # the data that prompts are cut from
+    source: FeatureSource  # features of ``validation``
+    options: TrainOptions  # options of the run
 
     def __call__(self, net: DraftNet) -> dict[str, Any]:
         """Measure loss and agreement, calibrate the net, and measure tau with the decoder."""
@@ -141,9 +136,9 @@ def fit_calibration(draws: Callable[[], Iterable[tuple[Tensor, Tensor, Tensor]]]
 
 @torch.no_grad()
 def draw_guesses(
-    scorer: Scorer, head: Linear, batches: Sequence[FeatureBatch], num_steps: int = 2
+    scorer: DraftLoss, head: Linear, batches: Sequence[FeatureBatch]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield the draws of ``fit_calibration``, of the first ``num_steps`` tokens drafted after random positions.
+    """Yield the draws of ``fit_calibration``, of the first ``CALIBRATED_STEPS`` tokens drafted after random positions.
 
     Args:
         scorer: the loss of a net in float32.
@@ -154,9 +149,9 @@ def draw_guesses(
     for batch in batches:
         logits = batch.logits_of(head)
         truth = Truth.of(batch, head, scorer.net.target_ids, torch.float32)
-        for step in scorer.steps(batch, num_steps):
+        for step in scorer.steps(batch, CALIBRATED_STEPS):
             entries, where = truth.rows(step.index, step.entries)
-            chosen = torch.randperm(len(entries), generator=generator)[: MAX_ROWS // (num_steps * len(batches))]
+            chosen = torch.randperm(len(entries), generator=generator)[: MAX_ROWS // (CALIBRATED_STEPS * len(batches))]
             entries, where = entries[chosen.to(entries.device)], where[chosen.to(where.device)]
             log_q = scorer.logits(step.index, step.read[entries]).float().log_softmax(-1)
             log_p = logits.flatten(0, 1)[where].float().log_softmax(-1)
@@ -182,14 +177,14 @@ def held_out_prompts(
     Raises:
         DataError: a source can no longer be read.
     """
-    wanted = _spread([e for e in validation.examples if e.where or not sources], CANDIDATES * num)
+    examples = _spread([e for e in validation.examples if e.where or not sources], CANDIDATES * num)
     dialogues: list[str | None]
     if sources:
-        ids = {example.where: example.ids for example in wanted}
+        ids = {example.where: example.ids for example in examples}
         lines = dict(_read_questions(ids, DialogueEncoder(tokenizer, max_length=2**30), sources, exclude))
         dialogues = [lines.get(where) for where in ids]
     else:
-        dialogues = [_rendered(e.ids[: int(e.mask.argmax())].tolist(), tokenizer) for e in wanted]
+        dialogues = [_rendered(e.ids[: int(e.mask.argmax())].tolist(), tokenizer) for e in examples]
     bounds = itertools.pairwise([*validation.starts.tolist(), len(validation.stream)])
     starts = [
         at for start, end in bounds for at in range(start, end, BEGINNING_DISTANCE) if end - at >= BEGINNING_TOKENS
@@ -207,11 +202,11 @@ def held_out_prompts(
 
 
 def _read_questions(
-    wanted: dict[str, np.ndarray], encoder: DialogueEncoder, sources: Sequence[str | Path], exclude: Path | None
+    ids_by_place: dict[str, np.ndarray], encoder: DialogueEncoder, sources: Sequence[str | Path], exclude: Path | None
 ) -> Iterator[tuple[str, str | None]]:
     """Find dialogues by file, line and ids; yield each place and the line of the messages before the first answer."""
-    left = dict(wanted)
-    for record in read_files(find_files(sources, exclude), None) if wanted else ():
+    left = dict(ids_by_place)
+    for record in read_files(find_files(sources, exclude), None) if left else ():
         ids = left.get(record.where)
         # Files in two folders may have the same name.
         if ids is None or not any(np.array_equal(e.ids[: len(ids)], ids) for e in encoder.encode([record])):

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,12 +37,11 @@ from torch import Tensor
 
 from draftwing.errors import ConfigError, DataError, NumericsError
 from draftwing.formats.identity import differences, target_id
-from draftwing.formats.write import write_fix
 from draftwing.methods.net import TargetId
 from draftwing.models.target import Target
-from draftwing.train.checkpoint import locked, write_atomically
+from draftwing.storage import locked, replacing, writing
 from draftwing.train.data import Batch, Batches, BatchPlan, Corpus, Example, OnProgress, collate
-from draftwing.train.features import FeatureBatch, best_tokens, hidden_states, read_text
+from draftwing.train.features import FeatureBatch, best_tokens, score_text
 
 INDEX = "index.json"
 VERSION = 2
@@ -59,7 +58,7 @@ MAX_DIFFERENCE_QUANTIZED = 0.5
 MIN_COMPARED_TOKENS = 16  # the states of first tokens are similar in many models
 _MAKE = "`draftwing data cache`"
 _REPAIR = f"the {_MAKE} or `data regenerate` that made the cache again: it makes what is missing"
-_DAMAGED = "expected a whole shard of a cache, found a damaged one"
+_KEPT = "; whole shards stay, and the same command continues from there"
 
 
 @dataclass(frozen=True)
@@ -83,25 +82,17 @@ def _readable(num_bytes: float) -> str:
 
 @dataclass(frozen=True)
 class CacheInfo:
-    """Describes a cache; stored in each of its shards.
+    """Describes a cache; stored in each of its shards."""
 
-    Attributes:
-        target: the model that computed the states.
-        quantize: how its matrices were quantised; None if they were not.
-        states: the stored hidden states, counted like ``FeatureSpec.taps``; the target's last is always among them.
-        dtype: ``bfloat16`` or ``float32``.
-        max_length: rows were cut there; None if they are whole. Readers must have the same value, unless it is None.
-        seed: of the ``Batches``, and of the split that held out ``validation_share`` of the data before.
-        validation_share: readers must have the same value, unless it is 0: nothing was held out.
-    """
-
-    target: TargetId
-    quantize: str | None
+    target: TargetId  # the model that computed the states
+    quantize: str | None  # how its matrices were quantised; None if they were not
+    # The stored hidden states, counted like ``FeatureSpec.taps``; the target's last is always among them.
     states: tuple[int, ...]
-    dtype: str
+    dtype: str  # ``bfloat16`` or ``float32``
+    # Rows were cut there; None if they are whole. Readers must have the same value, unless it is None.
     max_length: int | None
-    seed: int
-    validation_share: float
+    seed: int  # seed of the ``Batches``, and of the split that held out ``validation_share`` of the data before
+    validation_share: float  # readers must have the same value, unless it is 0: nothing was held out
 
     @classmethod
     def new(
@@ -207,7 +198,6 @@ class Shard:
             raise self._damaged("its tensors do not fit each other")
 
     def row(self, place: int) -> Example:
-        """Return the ids and the mask of the row at a place in the shard."""
         tokens = slice(int(self.starts[place]), int(self.starts[place] + self.lengths[place]))
         return Example(self.ids[tokens], self.mask[tokens])
 
@@ -229,7 +219,7 @@ class Shard:
         start, end = int(self.starts[row]), int(self.starts[row] + self.lengths[row])
         ids = torch.from_numpy(self.ids[start:end]).long()[None].to(target.device)
         num = max(1, end - start - 1)  # an answer's last token has no states
-        now = hidden_states(target, ids, (target.num_layers,))[0, :num].double().cpu()
+        now = score_text(target, ids, (target.num_layers,))[0][0, :num].double().cpu()
         stored = self.states(start, start + num)[:, -1].double()
         difference = float(((now - stored).norm(dim=-1) / stored.norm(dim=-1).clamp(min=1e-9)).median())
         limit = MAX_DIFFERENCE if self.info.quantize == target.quantized else MAX_DIFFERENCE_QUANTIZED
@@ -241,7 +231,10 @@ class Shard:
             )
 
     def _damaged(self, problem: object) -> DataError:
-        return DataError(f"{self.path}: {_DAMAGED} ({problem}); delete it, and run {_REPAIR}")
+        return DataError(
+            f"{self.path}: expected a whole shard of a cache, found a damaged one ({problem}); delete it, and run "
+            f"{_REPAIR}"
+        )
 
 
 class FeatureCache:
@@ -250,7 +243,6 @@ class FeatureCache:
     Attributes:
         folder: of the cache.
         info: see ``CacheInfo``.
-        lengths: (R,) the tokens of each row.
 
     Raises:
         DataError: no cache, an unfinished one, or shards that are missing, damaged or of another one.
@@ -266,54 +258,49 @@ class FeatureCache:
                     f"{shard.path}: belongs to another cache than its {INDEX} ({differing[0]}): delete the folder and "
                     f"make the cache again with {_MAKE}"
                 )
-        keys = np.concatenate([shard.rows for shard in self._shards])
-        order, num_keys = np.argsort(keys, kind="stable"), len(np.unique(keys))
-        if not len(keys) == num_keys == num_rows:
+        places = [
+            (int(key), shard, int(start), int(length))
+            for shard in self._shards
+            for key, start, length in zip(shard.rows, shard.starts, shard.lengths, strict=True)
+        ]
+        num_keys = len({key for key, *_ in places})
+        if not len(places) == num_keys == num_rows:
             raise DataError(
-                f"{self.folder}: expected {num_rows} rows, each once, found {num_keys} in {len(keys)}: delete the "
+                f"{self.folder}: expected {num_rows} rows, each once, found {num_keys} in {len(places)}: delete the "
                 f"folder and make the cache again with {_MAKE}"
             )
-        self.lengths = np.concatenate([shard.lengths for shard in self._shards])[order]
-        self._starts = np.concatenate([shard.starts for shard in self._shards])[order]
-        self._shard_of = np.repeat(np.arange(len(self._shards)), [len(shard.rows) for shard in self._shards])[order]
+        places.sort(key=lambda place: place[0])
+        self._places = [(shard, slice(start, start + length)) for _, shard, start, length in places]
 
-    def part(self, chosen: np.ndarray) -> FeatureCache:
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.asarray([tokens.stop - tokens.start for _, tokens in self._places], dtype=np.int64)
+
+    def part(self, chosen: Iterable[bool]) -> FeatureCache:
         """Return a cache with some of the rows. ``chosen``: (R,) bool."""
         part = copy.copy(self)
-        part.lengths, part._starts = self.lengths[chosen], self._starts[chosen]
-        part._shard_of = self._shard_of[chosen]
+        part._places = list(itertools.compress(self._places, chosen))
         return part
 
     def cut(self, max_length: int) -> FeatureCache:
         """Return a cache with rows cut like ``Batches`` cuts dialogues; those without an answer are left out."""
         cut = copy.copy(self)
-        cut.lengths = np.minimum(self.lengths, max_length)
-        return cut.part(np.asarray([bool(row.mask.any()) for row in cut.corpus.examples]))
+        cut._places = [(shard, slice(at.start, min(at.stop, at.start + max_length))) for shard, at in self._places]
+        return cut.part(bool(row.mask.any()) for row in cut.corpus.examples)
 
     def row(self, number: int) -> Example:
-        """Return a row's ids and mask."""
-        shard, start, end = self._place(number)
-        return Example(shard.ids[start:end], shard.mask[start:end])
+        shard, tokens = self._places[number]
+        return Example(shard.ids[tokens], shard.mask[tokens])
 
-    def states(self, number: int) -> Tensor:
-        """(T, S, H) a row's hidden states, in the order of ``info.states``."""
-        shard, start, end = self._place(number)
-        return shard.states(start, end)
-
-    def best(self, number: int) -> np.ndarray:
-        """(T,) the target's best token after each token of a row."""
-        shard, start, end = self._place(number)
-        best: np.ndarray = shard.best[start:end]
-        return best
-
-    def _place(self, number: int) -> tuple[Shard, int, int]:
-        start = int(self._starts[number])
-        return self._shards[int(self._shard_of[number])], start, start + int(self.lengths[number])
+    def states(self, number: int) -> tuple[Tensor, np.ndarray]:
+        """(T, S, H) a row's hidden states, in the order of ``info.states``, and (T,) the best token after each."""
+        shard, tokens = self._places[number]
+        return shard.states(tokens.start, tokens.stop), shard.best[tokens]
 
     @property
     def corpus(self) -> Corpus:
         """All rows, as dialogues."""
-        return Corpus(tuple(self.row(number) for number in range(len(self.lengths))))
+        return Corpus(tuple(map(self.row, range(len(self._places)))))
 
     def check(self, target: Target, identity: TargetId) -> None:
         """Raise DataError unless the states are this target's: sizes, vocabulary, and the states of one row."""
@@ -387,8 +374,9 @@ class CachedFeatures(BatchPlan):
         shape = (*batch.ids.shape, len(self._columns), info.target.hidden_size)  # (B, T, S, H)
         stored, best = torch.zeros(shape, dtype=DTYPES[info.dtype]), torch.zeros_like(batch.ids)
         for i, row in enumerate(rows):
-            stored[i, : self.lengths[row]] = self._cache.states(row)[:, self._columns]
-            best[i, : self.lengths[row]] = torch.from_numpy(self._cache.best(row).astype(np.int64))
+            row_states, row_best = self._cache.states(row)
+            stored[i, : self.lengths[row]] = row_states[:, self._columns]
+            best[i, : self.lengths[row]] = torch.from_numpy(row_best.astype(np.int64))
         states = stored.to(self._device).to(self._dtype)  # converted on the device, so that fewer bytes go there
         features, last = states[:, :, :-1].flatten(2), states[:, :, -1]
         return FeatureBatch(batch.to(self._device), features, last, best=best.to(self._device))
@@ -403,17 +391,11 @@ class CachedFeatures(BatchPlan):
 
 @dataclass(frozen=True, eq=False)
 class CacheRow:
-    """A row to be written.
+    """A row to be written."""
 
-    Attributes:
-        example: ids and mask (T,).
-        states: (T, S * H); 0 for a last token that the target never read.
-        best: (T,) int32, see ``Shard.best``; -1 if it is to be computed by the LM head.
-    """
-
-    example: Example
-    states: Tensor
-    best: np.ndarray
+    example: Example  # ids and mask (T,)
+    states: Tensor  # (T, S * H); 0 for a last token that the target never read
+    best: np.ndarray  # (T,) int32, see ``Shard.best``; -1 if it is to be computed by the LM head
 
 
 class GrowingCache:
@@ -429,6 +411,7 @@ class GrowingCache:
 
     Attributes:
         info: see ``CacheInfo``.
+        shard_bytes: size of a shard.
         old_rows: the rows that existed before this run, by key.
 
     Raises:
@@ -447,7 +430,7 @@ class GrowingCache:
         **settings: Any,
     ) -> None:
         self.info = CacheInfo.new(target, taps, identity, dtype, **settings)
-        self._folder, self._target, self._shard_bytes = Path(folder), target, shard_bytes
+        self._folder, self._target, self.shard_bytes = Path(folder), target, shard_bytes
         self._sizes: dict[int, tuple[int, int]] = {}  # rows and tokens of each existing shard
         self.old_rows: dict[int, Example] = {}
 
@@ -458,8 +441,6 @@ class GrowingCache:
         Raises:
             DataError: another process writes there, or a shard is damaged, or of another cache or other weights.
         """
-        with self._writing():
-            self._folder.mkdir(parents=True, exist_ok=True)
         with locked(self._folder, DataError):
             for path in sorted(self._folder.glob("features-*.safetensors")):
                 shard, number = Shard(path), path.stem.removeprefix("features-")
@@ -490,18 +471,13 @@ class GrowingCache:
     def size(self) -> CacheSize:
         return self.info.size(self.num_rows, sum(tokens for _, tokens in self._sizes.values()))
 
-    def size_of(self, rows: Iterable[CacheRow]) -> int:
-        """Return the bytes of rows."""
+    def num_bytes_of(self, rows: Iterable[CacheRow]) -> int:
         lengths = [len(row.states) for row in rows]
         return self.info.size(len(lengths), sum(lengths)).num_bytes
 
-    def is_enough(self, rows: Iterable[CacheRow]) -> bool:
-        """Return True if the rows fill a shard."""
-        return self.size_of(rows) >= self._shard_bytes
-
     def check_room(self, num_bytes: int | None = None, what: str = "the next shard of the cache") -> None:
         """Raise DataError unless the disk has room for this number of bytes, by default of one shard."""
-        num_bytes, free = self._shard_bytes if num_bytes is None else num_bytes, shutil.disk_usage(self._folder).free
+        num_bytes, free = self.shard_bytes if num_bytes is None else num_bytes, shutil.disk_usage(self._folder).free
         if num_bytes > free:
             raise DataError(
                 f"{self._folder}: {what} needs {num_bytes:,} bytes ({_readable(num_bytes)}) more, and the disk has "
@@ -534,24 +510,17 @@ class GrowingCache:
             "lengths": torch.tensor([len(row.states) for row in rows.values()]),
             "rows": torch.tensor(list(rows)),
         }
-        path = self._path(number)
-        partial = path.with_name(path.name + ".partial")
-        with self._writing():
-            try:
-                save_file(contents, partial, metadata={"draftwing": json.dumps(self.info.to_dict())})
-                with partial.open("rb+") as file:
-                    os.fsync(file.fileno())  # or the name might reach the disk before the contents
-                os.replace(partial, path)
-            finally:
-                partial.unlink(missing_ok=True)
+        with writing(self._folder, DataError, _KEPT), replacing(self._path(number)) as partial:
+            save_file(contents, partial, metadata={"draftwing": json.dumps(self.info.to_dict())})
         self._sizes[number] = len(rows), len(states)
 
     def write_index(self) -> None:
         """Write the index of all shards, which makes the cache readable."""
         shards = [self._path(number).name for number in sorted(self._sizes)]
         totals = {"num_rows": self.num_rows, "num_tokens": self.size.num_tokens, "shards": shards}
-        with self._writing():
-            write_atomically(self._folder / INDEX, json.dumps({**self.info.to_dict(), **totals}, indent=2) + "\n")
+        text = json.dumps({**self.info.to_dict(), **totals}, indent=2) + "\n"
+        with writing(self._folder, DataError, _KEPT), replacing(self._folder / INDEX) as partial:
+            partial.write_text(text, encoding="utf-8")
 
     def _path(self, number: int) -> Path:
         return self._folder / f"features-{number + 1:05}.safetensors"
@@ -562,17 +531,6 @@ class GrowingCache:
             f"{path}: belongs to another cache ({why}): choose another folder, delete this one, or give what it was "
             f"made with to continue it"
         )
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Turn errors of the disk into DataError."""
-        try:
-            yield
-        except (OSError, SafetensorError) as error:
-            raise DataError(
-                f"{self._folder}: the cache cannot be written ({error}): {write_fix(error)}; whole shards stay, and "
-                f"the same command continues from there"
-            ) from error
 
 
 @dataclass(frozen=True)
@@ -636,14 +594,14 @@ def write_cache(
             if all(key in old_rows for key in keys.tolist()):
                 continue
             batch = batches.batch(number)
-            states, best = read_text(target, batch.ids.to(target.device), cache.info.states)
-            states, best = states.to(dtype).cpu(), best.int().cpu()
+            states, logits = score_text(target, batch.ids.to(target.device), cache.info.states)
+            states, best = states.to(dtype).cpu(), logits.argmax(-1).int().cpu()
             new_rows = {
                 key: CacheRow(example, states[i, : len(example.ids)], best[i, : len(example.ids)].numpy())
                 for i, (key, example) in enumerate(zip(keys.tolist(), batch.examples(), strict=True))
                 if key not in old_rows
             }
-            if rows and cache.size_of([*rows.values(), *new_rows.values()]) > shard_bytes:
+            if rows and cache.num_bytes_of([*rows.values(), *new_rows.values()]) > shard_bytes:
                 cache.write(cache.free_number, rows)
                 rows = {}
             rows |= new_rows

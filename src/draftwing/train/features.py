@@ -27,21 +27,14 @@ HEAD_ROWS = 512  # rows whose logits are computed at once
 
 @dataclass(frozen=True, eq=False)
 class FeatureBatch:
-    """A batch with the target's hidden states.
+    """A batch with the target's hidden states."""
 
-    Attributes:
-        batch: ids and mask.
-        features: (B, T, F) the taps that the net reads.
-        last: (B, T, H) the input of the LM head. Here and in ``features`` the values of a row's last token may be 0.
-        logits: (B, T, V); None if they are to be computed from ``last``.
-        best: (B, T) the target's best token after each; None if it is to be found in the logits.
-    """
-
-    batch: Batch
-    features: Tensor
+    batch: Batch  # ids and mask
+    features: Tensor  # (B, T, F) the taps that the net reads
+    # (B, T, H) the input of the LM head. Here and in ``features`` the values of a row's last token may be 0.
     last: Tensor
-    logits: Tensor | None = None
-    best: Tensor | None = None
+    logits: Tensor | None = None  # (B, T, V); None if they are to be computed from ``last``
+    best: Tensor | None = None  # (B, T) the target's best token after each; None if it is to be found in the logits
 
     def logits_of(self, head: Linear) -> Tensor:
         """(B, T, V) the target's logits, computed by its LM head if they are not stored."""
@@ -84,20 +77,9 @@ class OnlineFeatures:
 def scored(target: Target, batch: Batch, taps: tuple[int, ...]) -> FeatureBatch:
     """Run the target on a batch, padded to a shape that can be run."""
     batch = batch.runnable().to(target.device)
-    features, logits = _score(target, batch.ids, (*taps, target.num_layers))
+    features, logits = score_text(target, batch.ids, (*taps, target.num_layers))
     width = target.hidden_size * len(taps)
     return FeatureBatch(batch, features[..., :width], features[..., width:], logits)
-
-
-def hidden_states(target: Target, ids: Tensor, taps: tuple[int, ...]) -> Tensor:
-    """(B, T) ids -> (B, T, F) the target's hidden states after the layers ``taps``, concatenated."""
-    return _score(target, ids, taps)[0]
-
-
-def read_text(target: Target, ids: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """(B, T) ids -> (B, T, F) as ``hidden_states``, and (B, T) the target's best token after each."""
-    states, logits = _score(target, ids, taps)
-    return states, logits.argmax(-1)
 
 
 @torch.no_grad()
@@ -109,7 +91,8 @@ def best_tokens(target: Target, last: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _score(target: Target, ids: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def score_text(target: Target, ids: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """(B, T) ids -> (B, T, F) the target's hidden states after the layers ``taps``, concatenated, (B, T, V) logits."""
     output = target.score(ids, FeatureSpec(taps))
     if output.features is None:
         raise ConfigError(f"{target.name} gave no hidden states: let its score return the features of its argument")

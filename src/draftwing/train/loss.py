@@ -7,38 +7,39 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from draftwing.errors import ConfigError
-from draftwing.methods.net import DraftNet
-from draftwing.methods.objectives import Objective, StepSums, feature_loss, product_dtype, step_sums
+from draftwing.methods.net import DraftNet, Scored
+from draftwing.methods.objectives import (
+    DraftLoss,
+    StepGuesses,
+    StepSums,
+    TruthLike,
+    feature_loss,
+    product_dtype,
+    step_sums,
+)
 from draftwing.methods.registry import method_of_net
-from draftwing.methods.unroll import UnrollStep, unroll
+from draftwing.methods.unroll import unroll
 from draftwing.models.linear import Linear
 from draftwing.train.features import FeatureBatch
 
 
 @dataclass(frozen=True, eq=False)
 class Truth:
-    """The target's prediction after every position of a batch.
+    """The target's prediction after every position of a batch."""
 
-    Attributes:
-        probs: (B * T, V) p restricted to the draft vocabulary and renormalised.
-        best: (B, T) the draft id of the target's best token; -1 if the draft vocabulary lacks it.
-        last: (B * T, H) the hidden states that EAGLE-1 predicts.
-        counts: (B, T) bool: whether the prediction of the token *at* a position counts.
-        after: (B * T, 1) the draft id of the text's next token, -1 if the draft vocabulary lacks it or the text ends;
-            in the dtype of ``probs``, since some objectives take it instead.
-    """
-
-    probs: Tensor
-    best: Tensor
-    last: Tensor
-    counts: Tensor
+    probs: Tensor  # (B * T, V) p restricted to the draft vocabulary and renormalised
+    best: Tensor  # (B, T) the draft id of the target's best token; -1 if the draft vocabulary lacks it
+    last: Tensor  # (B * T, H) the hidden states that EAGLE-1 predicts
+    counts: Tensor  # (B, T) bool: whether the prediction of the token *at* a position counts
+    # (B * T, 1) the draft id of the text's next token, -1 if the draft vocabulary lacks it or the text ends; in the
+    # dtype of ``probs``, since some objectives take it instead.
     after: Tensor
 
     @classmethod
@@ -73,89 +74,29 @@ class Truth:
         With ``of_text``, the text's own token must be in the draft vocabulary too.
         """
         length = self.counts.shape[1]
-        known = entries + 1 + step
-        inside = known + 1 < length
-        known = known.clamp(max=length - 2)
-        keep = inside & self.counts[:, known + 1] & (self.best[:, known] >= 0)
+        places = entries + 1 + step  # of the target's predictions
+        inside = places + 1 < length
+        places = places.clamp(max=length - 2)
+        keep = inside & self.counts[:, places + 1] & (self.best[:, places] >= 0)
         if of_text:
-            keep &= self.after.view(self.counts.shape)[:, known] >= 0
-        row, place = keep.nonzero(as_tuple=True)
-        return row * len(entries) + place, row * length + known[place]
+            keep &= self.after.view(self.counts.shape)[:, places] >= 0
+        row, entry = keep.nonzero(as_tuple=True)
+        return row * len(entries) + entry, row * length + places[entry]
 
 
-class ScoredStep(Protocol):
-    """One drafted token after every entry: an ``UnrollStep``, or ``objectives.StepGuesses``.
+class UnrolledLoss(DraftLoss):
+    """The loss of an unrolled net; see ``unroll`` for its noise and its later share."""
 
-    Attributes:
-        index: of the token, from 0.
-        entries: (C,) the entries of every row.
-        read: (B * C, H) the input of ``Scorer.logits``.
-    """
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def entries(self) -> Tensor: ...
-    @property
-    def read(self) -> Tensor: ...
-
-
-class Scorer(Protocol):
-    """A loss that also gives its net's predictions, to calibrate them."""
-
-    @property
-    def net(self) -> DraftNet: ...
-
-    def steps(self, scored: FeatureBatch, num_steps: int) -> Iterator[ScoredStep]:
-        """Yield the first ``num_steps`` tokens drafted after every position, or fewer; without noise."""
-        ...
-
-    def logits(self, index: int, read: Tensor) -> Tensor:
-        """(R, H) -> (R, V) over the target's tokens."""
-        ...
-
-
-class UnrolledLoss(nn.Module):
-    """The loss of an unrolled net; a module, so that data-parallel wrappers see its forward.
-
-    Args:
-        net: in training.
-        objective: see ``OBJECTIVES``.
-        num_steps: of the unroll.
-        noise, later_share: see ``unroll``; only used in training.
-        target_ids: the tokens that the losses of a net without a draft vocabulary look at; None for all.
-
-    Raises:
-        ConfigError: a net whose own LM head has a bias.
-    """
-
-    def __init__(
-        self,
-        net: DraftNet,
-        objective: Objective,
-        num_steps: int,
-        noise: float = 0.0,
-        later_share: float = 1.0,
-        target_ids: Tensor | None = None,
-    ) -> None:
-        super().__init__()
-        if net.head is not None and net.head.bias is not None:
+    def check(self) -> None:
+        """Raise ConfigError if the net's own LM head has a bias."""
+        if self.net.head is not None and self.net.head.bias is not None:
             raise ConfigError(
-                f"a net of kind {net.kind!r} has an LM head with a bias, which would not be trained: make the head "
-                f"without one"
+                f"a net of kind {self.net.kind!r} has an LM head with a bias, which would not be trained: make the "
+                f"head without one"
             )
-        self.net, self.objective, self.num_steps = net, objective, num_steps
-        self.noise, self.later_share = noise, later_share
-        self._narrowed = target_ids if net.target_ids is None else None
 
-    def forward(self, scored: FeatureBatch, truth: Truth, *, agreement: bool = False) -> list[StepSums]:
-        """Return the sums of every step.
-
-        Args:
-            agreement: also count how often the net's best token is the target's.
-        """
-        dtype = product_dtype(scored.features, self.net.dtype)
-        weight = self.net.head_weight if self._narrowed is None else self.net.head_weight[self._narrowed]
+    def forward(self, scored: Scored, truth: TruthLike, *, agreement: bool = False) -> list[StepSums]:
+        dtype, weight = product_dtype(scored.features, self.net.dtype), self.narrow(self.net.head_weight)
         features = scored.features.to(self.net.dtype)
         noise, share = (self.noise, self.later_share) if self.training else (0.0, 1.0)
         sums = []
@@ -168,12 +109,9 @@ class UnrolledLoss(nn.Module):
             sums.append(result)
         return sums
 
-    def steps(self, scored: FeatureBatch, num_steps: int) -> Iterator[UnrollStep]:
-        return unroll(self.net, scored.batch.ids, scored.features.to(self.net.dtype), num_steps)
-
-    def logits(self, index: int, read: Tensor) -> Tensor:
-        logits: Tensor = self.net.logits(read)
-        return logits
+    def steps(self, scored: Scored, num_steps: int) -> Iterator[StepGuesses]:
+        for step in unroll(self.net, scored.batch.ids, scored.features.to(self.net.dtype), num_steps):
+            yield StepGuesses(step.index, step.entries, step.read)
 
 
 def loss_of(net: DraftNet, *args: Any) -> Any:

@@ -31,74 +31,44 @@ class Recipe(NamedTuple):
 class TrainOptions:
     """The options of a training run.
 
-    Attributes:
-        method: one of ``training_methods()``, such as ``eagle3``, ``mtp`` or ``causal-lm``.
-        objective: overrides the method's (``tv``: acceptance-aligned); see ``objective_named``.
-        unroll_steps: of training-time test, or an MTP head's modules; None for the method's number.
-        later_share: share of the entries that the unroll continues after its first step; less is faster.
-        inputs: of an entry (the EAGLE paper's ablation).
-        taps: the target's hidden states that the net reads, for methods that read more than the last; None for the
-            method's choice.
-        draft_vocab_size: of EAGLE-3's own head; None for the whole vocabulary.
-        loss_vocab_size: for nets that use the target's LM head: losses look at this number of the most frequent
-            tokens, which is faster; None for all.
-        fc_norm, norm_output: EAGLE-3.1.
-        num_layers: None for the method's number (for a new draft model, a quarter of the target's).
-        hidden_size, num_heads: of a new draft model; None for half the target's width, and heads of 64.
-        own_text: share of a draft model's batches that it continues itself with its present weights.
-        max_length: tokens of a window or dialogue.
-        tokens_per_batch: of a micro-batch.
-        accumulation: micro-batches of one update.
-        iterations: updates; or ``minutes`` of wall time, from which they are estimated once the speed is known.
-        optimizer: ``adamw``, or ``muon`` for the matrices with AdamW for the rest.
-        lr: the peak, followed by a cosine to 2% of it; None for 1e-3 (Muon's matrices use 20 times it).
-        warmup: share of the run.
-        clip: norm of the gradient (adamw).
-        ema: decay of an average of the weights, which is then what is saved; 0 for none.
-        precision: ``bf16`` autocast, or ``no``.
-        validation_share: of the data, held out.
-        eval_every, save_every: iterations.
-        eval_prompts, eval_tokens, eval_depth: to measure tau, by decoding greedily with chains.
-        data_share: train on this share of the data only.
-        keep_prompts: number of held-out prompts to write into the head's folder, to try it on.
-
     Raises:
         ConfigError: a value outside its range, or options that do not go together.
     """
 
-    method: str = "eagle3"
-    objective: str | None = None
-    unroll_steps: int | None = None
-    later_share: float = 1.0
-    inputs: Inputs = "feature-shifted"
-    taps: tuple[int, ...] | None = None
-    draft_vocab_size: int | None = None
+    method: str = "eagle3"  # one of ``training_methods()``
+    objective: str | None = None  # overrides the method's; see ``objective_named``
+    unroll_steps: int | None = None  # steps of training-time test, or an MTP head's modules; None: the method's number
+    later_share: float = 1.0  # share of the entries that the unroll continues after its first step
+    inputs: Inputs = "feature-shifted"  # inputs of an entry (the EAGLE paper's ablation)
+    taps: tuple[int, ...] | None = None  # hidden states that the net reads; None: the method's choice
+    draft_vocab_size: int | None = None  # size of EAGLE-3's own vocabulary; None: the whole vocabulary
+    # Losses look at this number of the most frequent tokens, which is faster; None: all.
     loss_vocab_size: int | None = None
-    fc_norm: bool = False
-    norm_output: bool = False
-    num_layers: int | None = None
-    hidden_size: int | None = None
-    num_heads: int | None = None
-    own_text: float = 0.0
-    max_length: int = 512
-    tokens_per_batch: int = 4096
-    accumulation: int = 1
-    iterations: int | None = None
-    minutes: float | None = None
-    optimizer: str = "adamw"
-    lr: float | None = None
-    warmup: float = 0.04
-    clip: float = 0.5
-    ema: float = 0.0
-    precision: str = "bf16"
-    validation_share: float = 0.02
+    fc_norm: bool = False  # EAGLE-3.1
+    norm_output: bool = False  # EAGLE-3.1
+    num_layers: int | None = None  # None: the method's number (a quarter of the target's for a new draft model)
+    hidden_size: int | None = None  # width of a new draft model; None: half the target's
+    num_heads: int | None = None  # heads of a new draft model; None: heads of 64
+    own_text: float = 0.0  # share of a draft model's batches that it continues itself
+    max_length: int = 512  # tokens of a window or dialogue
+    tokens_per_batch: int = 4096  # tokens of a micro-batch
+    accumulation: int = 1  # micro-batches of one update
+    iterations: int | None = None  # updates
+    minutes: float | None = None  # wall time, from which ``iterations`` is estimated once the speed is known
+    optimizer: str = "adamw"  # ``adamw``, or ``muon`` for the matrices with AdamW for the rest
+    lr: float | None = None  # peak, followed by a cosine to 2% of it; None: 1e-3 (Muon's matrices use 20 times it)
+    warmup: float = 0.04  # share of the run
+    clip: float = 0.5  # norm of the gradient (adamw)
+    ema: float = 0.0  # decay of an average of the weights, which is then what is saved; 0 for none
+    precision: str = "bf16"  # ``bf16`` autocast, or ``no``
+    validation_share: float = 0.02  # held-out share of the data
     eval_every: int = 200
     save_every: int = 100
-    eval_prompts: int = 8
+    eval_prompts: int = 8  # to measure tau, by decoding greedily with chains of ``eval_depth``
     eval_tokens: int = 64
     eval_depth: int = 5
-    data_share: float = 1.0
-    keep_prompts: int = 8
+    data_share: float = 1.0  # train on this share of the data only
+    keep_prompts: int = 8  # number of held-out prompts to write into the head's folder, to try it on
     seed: int = 0
 
     def __post_init__(self) -> None:

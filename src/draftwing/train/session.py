@@ -48,23 +48,16 @@ START_TOKENS = 16384  # on which a new net's weights are solved before it is tra
 
 @dataclass
 class Session:
-    """A run that is ready to start.
+    """A run that is ready to start."""
 
-    Attributes:
-        trainer: its loop.
-        training, validation: the data.
-        coverage: share of the training tokens in the draft vocabulary.
-    """
-
-    trainer: Trainer
+    trainer: Trainer  # the training loop
     target: Target
     tokenizer: Tokenizer
     training: Corpus
     validation: Corpus
-    coverage: float
+    coverage: float  # share of the training tokens in the draft vocabulary
 
     def run(self) -> Progress:
-        """Train; see ``Trainer.run``."""
         return self.trainer.run()
 
     def describe(self) -> str:
@@ -101,32 +94,24 @@ class Session:
 
     def final_metrics(self) -> dict[str, Any]:
         """Return the coverage, and the results of the last evaluation."""
-        evaluations = [line for line in read_metrics(self.trainer.out) if "val_loss" in line]
-        last = evaluations[-1] if evaluations else {}
+        last: dict[str, Any] = next(
+            (line for line in reversed(read_metrics(self.trainer.out)) if "val_loss" in line), {}
+        )
         return {"coverage": self.coverage, **{key: last[key] for key in ("val_loss", "tau", "alpha") if key in last}}
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The inputs of a run.
+    """The inputs of a run."""
 
-    Attributes:
-        target: folder, name or hub id; None for the shipped one.
-        data: files and folders, see ``read_examples``.
-        exclude: a file of names to leave out of folders.
-        cache: the run trains on its rows and reads the target's features from it. If it held out some of its data
-            (`data cache`), that is read from ``data`` to evaluate; else some of its rows are held out, and ``data``
-            may be empty.
-        initial: a head to start from, in any layout; the run has its shape and draft vocabulary.
-        licence: of the trained head, an SPDX identifier for its card; None if unknown.
-    """
-
-    target: str | Path | None
-    data: Sequence[str | Path]
-    exclude: Path | None = None
+    target: str | Path | None  # folder, name or hub id; None for the shipped one
+    data: Sequence[str | Path]  # files and folders, see ``read_examples``
+    exclude: Path | None = None  # a file of names to leave out of folders
+    # The run trains on its rows and reads the target's features from it. If it held out some of its data (`data
+    # cache`), that is read from ``data`` to evaluate; else some of its rows are held out, and ``data`` may be empty.
     cache: Path | None = None
-    initial: Path | None = None
-    licence: str | None = None
+    initial: Path | None = None  # a head to start from, in any layout; the run has its shape and draft vocabulary
+    licence: str | None = None  # SPDX identifier for the head's card; None if unknown
 
 
 def prepare(
@@ -158,17 +143,17 @@ def prepare(
     torch.manual_seed(options.seed)
     folder = resolve(files.target)
     tokenizer = Tokenizer(folder)
-    data = _read_data(files, options, tokenizer, on_data)
+    training, validation, cache, held_cache = _read_data(files, options, tokenizer, on_data)
     name = str(files.target or default_model())
     target = load_target(folder, dtype=dtype, device=device, name=name, prepack=False)
     identity = target_id(target, tokenizer)
-    if data.cache is not None:
-        data.cache.check(target, identity)
+    if cache is not None:
+        cache.check(target, identity)
     if files.initial is None:
-        net = _new_net(target, folder, options, data.training, identity)
+        net = _new_net(target, folder, options, training, identity)
     else:
         net = _net_of_head(files.initial, target, options, identity)
-    coverage = coverage_of(data.training, net.target_ids, target.vocab_size)
+    coverage = coverage_of(training, net.target_ids, target.vocab_size)
     target_ids = net.target_ids
     if options.loss_vocab_size is not None:
         if net.head is not None:
@@ -176,10 +161,10 @@ def prepare(
                 f"training: loss_vocab_size belongs to nets that use the target's LM head, and a net of method "
                 f"{options.method!r} trains its own: leave it out, or give draft_vocab_size"
             )
-        target_ids = draft_vocabulary(data.training, target.vocab_size, options.loss_vocab_size, target.eos_ids)
+        target_ids = draft_vocabulary(training, target.vocab_size, options.loss_vocab_size, target.eos_ids)
         target_ids = target_ids.to(target.device)
     taps = net.config.taps
-    source = _features(target, data.training, options, taps, data.cache)
+    source = _features(target, training, options, taps, cache)
     if options.own_text:
         writer = method_of_net(net).as_target(net)
         source = OnPolicyFeatures(source, target, taps, writer, options.own_text, options.seed)
@@ -187,17 +172,17 @@ def prepare(
         num_batches = -(-START_TOKENS // options.tokens_per_batch)
         method_of_net(net).start(net, target.head, (source.batch(number) for number in range(num_batches)))
     evaluate = None
-    if data.validation.num_tokens:
-        held = _features(target, data.validation, options, taps, data.held_cache)
-        evaluate = Evaluation(target, data.validation, held, options)
+    if validation.num_tokens:
+        held = _features(target, validation, options, taps, held_cache)
+        evaluate = Evaluation(target, validation, held, options)
     describe = {
         **{key: value for key, value in options.to_dict().items() if value is not None},
-        "tokens_in_data": data.training.num_tokens,
+        "tokens_in_data": training.num_tokens,
         "coverage": coverage,
         "chat_template": chat_template_hash(folder),
         "data": [Path(source).name for source in files.data],  # without the folders
-        "num_dialogues": len(data.training.examples),
-        "tokens_held_out": data.validation.num_tokens,
+        "num_dialogues": len(training.examples),
+        "tokens_held_out": validation.num_tokens,
         **({} if files.licence is None else {"licence": files.licence}),
         **({} if files.initial is None else {"initial": {"name": files.initial.name, **training_of(files.initial)}}),
         "machine": describe_machine(),
@@ -207,34 +192,27 @@ def prepare(
         evaluate=evaluate, accelerator=accelerator, describe=describe,
     )  # fmt: skip
     if accelerator.is_main_process:
-        prompts = held_out_prompts(data.validation, tokenizer, files.data, options.keep_prompts, exclude=files.exclude)
+        prompts = held_out_prompts(validation, tokenizer, files.data, options.keep_prompts, exclude=files.exclude)
 
         def add_to_head(head: Path) -> None:
             write_stored(head, prompts)
             write_card(head, seconds=trainer.seconds)  # not in the config, which equals that of an uninterrupted run
 
         trainer.on_saved = add_to_head
-    return Session(trainer, target, tokenizer, data.training, data.validation, coverage)
+    return Session(trainer, target, tokenizer, training, validation, coverage)
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Data:
-    """Training and held-out data, with the caches of their features if there are any."""
-
-    training: Corpus
-    validation: Corpus
-    cache: FeatureCache | None = None
-    held_cache: FeatureCache | None = None
-
-
-def _read_data(files: RunFiles, options: TrainOptions, tokenizer: Tokenizer, on_data: OnProgress | None) -> _Data:
+def _read_data(
+    files: RunFiles, options: TrainOptions, tokenizer: Tokenizer, on_data: OnProgress | None
+) -> tuple[Corpus, Corpus, FeatureCache | None, FeatureCache | None]:
+    """Return training and held-out data, and the caches of their features if there are any."""
     if files.cache is None:
-        return _Data(*_read_sources(files, options, tokenizer, on_data))
-    cache = FeatureCache(files.cache)
-    info, held = cache.info, None
+        return *_read_sources(files, options, tokenizer, on_data), None, None
+    cache, held_cache = FeatureCache(files.cache), None
+    info = cache.info
     for name, is_open in (("max_length", info.max_length is None), ("validation_share", not info.validation_share)):
         stored, value = getattr(info, name), getattr(options, name)
         if stored != value and not is_open:
@@ -248,11 +226,11 @@ def _read_data(files: RunFiles, options: TrainOptions, tokenizer: Tokenizer, on_
         as_cached = dataclasses.replace(options, seed=info.seed, data_share=1.0)
         _, validation = _read_sources(files, as_cached, tokenizer, on_data)
     else:
-        cache, held = split_cache(cache, options.validation_share, options.seed)
-        validation = held.corpus
+        cache, held_cache = split_cache(cache, options.validation_share, options.seed)
+        validation = held_cache.corpus
     if options.data_share < 1:
         _, cache = split_cache(cache, options.data_share, options.seed + 1)
-    return _Data(cache.corpus, validation, cache, held)
+    return cache.corpus, validation, cache, held_cache
 
 
 def _read_sources(
@@ -356,14 +334,14 @@ def _net_of_head(folder: Path, target: Target, options: TrainOptions, identity: 
                 f"training: {name} shapes a new model, and this run starts from {folder}, which has its own: leave it "
                 f"out, or start from nothing"
             )
-    options_and_net: dict[str, tuple[Any, Any]] = {"taps": (options.taps, tuple(net.config.taps))}
+    of_net = {"taps": tuple(net.config.taps), "draft_vocab_size": net.num_draft_tokens}
     if "inputs" in options.settings:
-        options_and_net["inputs"] = options.inputs, net.config.inputs
-    options_and_net["draft_vocab_size"] = options.draft_vocab_size, net.num_draft_tokens
-    for name, (value, of_net) in options_and_net.items():
-        if value and value != of_net:
+        of_net["inputs"] = net.config.inputs
+    for name, stored in of_net.items():
+        value = getattr(options, name)
+        if value and value != stored:
             raise ConfigError(
-                f"{folder} is a head with {name} {of_net!r}, and this run has {value!r}: start from another head, from "
+                f"{folder} is a head with {name} {stored!r}, and this run has {value!r}: start from another head, from "
                 f"nothing, or drop the option"
             )
     return net

@@ -34,7 +34,8 @@ from draftwing.methods.calibration import Calibration
 from draftwing.methods.net import DraftNet
 from draftwing.methods.registry import method_of_net
 from draftwing.models.linear import Linear
-from draftwing.train.checkpoint import locked, read_checkpoint, write_atomically, write_checkpoint, writing
+from draftwing.storage import locked, write_text, writing
+from draftwing.train.checkpoint import read_checkpoint, write_checkpoint
 from draftwing.train.features import FeatureBatch, FeatureSource
 from draftwing.train.loss import Truth, loss_of
 from draftwing.train.options import TrainOptions
@@ -109,16 +110,12 @@ def in_units(net: nn.Module, sizes: Mapping[str, Tensor]) -> Iterator[None]:
 
 @dataclass
 class Progress:
-    """The state of a run.
+    """The state of a run."""
 
-    Attributes:
-        iteration: updates done; ``iterations`` in total (an estimate while a timed run measures its speed).
-        metrics: the line that was just logged: loss, lr, tokens_per_s, ``agreement`` of each step, and after an
-            evaluation ``val_*`` and ``tau``.
-    """
-
-    iteration: int
+    iteration: int  # updates done; ``iterations`` in total (an estimate while a timed run measures its speed)
     iterations: int
+    # The line that was just logged: loss, lr, tokens_per_s, ``agreement`` of each step, and after an evaluation
+    # ``val_*`` and ``tau``.
     metrics: dict[str, Any] = field(default_factory=dict)
 
 
@@ -168,7 +165,7 @@ class Trainer:
         self._evaluated: dict[str, Any] = {}  # the metrics of the last evaluation
         self._loss = loss_of(net, *options.recipe, options.later_share, target_ids)
         self._optimizers = make_optimizers(net, options)
-        self._base_rates = [[group["lr"] for group in each.param_groups] for each in self._optimizers]
+        self._base_rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in self._optimizers]
         self._wrapped, *self._prepared = self.accelerator.prepare(self._loss, *self._optimizers)
         self._average = {name: p.detach().clone() for name, p in net.named_parameters()} if options.ema else {}
         self._sizes: dict[str, Tensor] = {}  # mean size of each matrix's inputs
@@ -183,8 +180,6 @@ class Trainer:
             CheckpointError: the folder cannot be written, another process trains into it, or its checkpoint cannot be
                 read.
         """
-        with writing(self.out):
-            self.out.mkdir(parents=True, exist_ok=True)
         with locked(self.out, CheckpointError) if self.accelerator.is_main_process else nullcontext():
             return self._run()
 
@@ -211,7 +206,7 @@ class Trainer:
                 self._evaluated = metrics
             progress = Progress(self.iteration, self.iterations, metrics)
             if self.accelerator.is_main_process:
-                # Before the checkpoint: lines after a checkpoint are dropped on resume, missing ones are not added.
+                # Before the checkpoint: resuming drops lines after it, and adds none.
                 with writing(self.out / METRICS), (self.out / METRICS).open("a", encoding="utf-8") as file:
                     file.write(json.dumps(metrics) + "\n")
                 if self.on_progress is not None:
@@ -224,7 +219,6 @@ class Trainer:
         return progress
 
     def save(self) -> None:
-        """Write the checkpoint and the head."""
         self.accelerator.wait_for_everyone()
         if not self.accelerator.is_main_process:
             return
@@ -240,7 +234,7 @@ class Trainer:
                 "calibration": dataclasses.asdict(self.net.config.calibration),
                 "average": self._average,
                 "input_sizes": self._sizes,
-                "optimizers": [each.state_dict() for each in self._optimizers],
+                "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
             },
         )
         evaluated = {name: self._evaluated[name] for name in EVALUATED if name in self._evaluated}
@@ -260,8 +254,8 @@ class Trainer:
             for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
             device = self.net.device
-            self._average = {name: each.to(device) for name, each in state["average"].items()}
-            self._sizes = {name: each.to(device) for name, each in state.get("input_sizes", {}).items()}
+            self._average = {name: value.to(device) for name, value in state["average"].items()}
+            self._sizes = {name: value.to(device) for name, value in state.get("input_sizes", {}).items()}
             self.iteration, self.iterations = state["iteration"], self.options.iterations or state["iterations"]
             self.seconds, self._replanned = state["seconds"], state["replanned"]
         if self.accelerator.is_main_process:
@@ -272,7 +266,7 @@ class Trainer:
         with writing(self.out / METRICS):
             lines = [line for line in read_metrics(self.out) if line["iteration"] <= self.iteration]
             if (self.out / METRICS).exists():
-                write_atomically(self.out / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
+                write_text(self.out / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
         self._evaluated = next((line for line in reversed(lines) if "val_loss" in line), {})
 
     def _truth(self, batch: FeatureBatch) -> Truth:
@@ -366,19 +360,15 @@ class Trainer:
     @contextmanager
     def _averaged(self) -> Iterator[None]:
         """In the block, the net has its averaged weights."""
-        self._swap_average()
+        pairs = [(p.data, self._average[name]) for name, p in self.net.named_parameters() if name in self._average]
+        trained = [weights.clone() for weights, _ in pairs]
+        for weights, average in pairs:
+            weights.copy_(average)
         try:
             yield
         finally:
-            self._swap_average()
-
-    @torch.no_grad()
-    def _swap_average(self) -> None:
-        for name, p in self.net.named_parameters():
-            if name in self._average:
-                weights = p.detach().clone()
-                p.copy_(self._average[name])
-                self._average[name].copy_(weights)
+            for (weights, _), saved in zip(pairs, trained, strict=True):
+                weights.copy_(saved)
 
 
 def read_metrics(out: Path) -> list[dict[str, Any]]:
@@ -389,19 +379,19 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
 
 
 def noise_seed(seed: int, number: int, rank: int) -> int:
-    """Return the seed of one micro-batch on one process."""
     return (seed * 1_000_003 + number) * 1_009 + rank
 
 
 def make_optimizers(net: DraftNet, options: TrainOptions) -> list[torch.optim.Optimizer]:
     """AdamW for everything; or Muon (Jordan et al. 2024) for the matrices between hidden states, AdamW for the rest."""
     lr = options.lr or 1e-3  # with a higher default, Muon forgets a net's start before it has learnt something better
-    trained = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
-    inner = []
-    if options.optimizer == "muon":  # not for matrices from or to tokens, of which single rows are used
-        inner = [p for name, p in trained if p.ndim == 2 and not name.startswith(("head", "embedding"))]
-    inner_ids = set(map(id, inner))
-    rest = [p for _, p in trained if id(p) not in inner_ids]
+    inner: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
+    for name, p in net.named_parameters():
+        if p.requires_grad:
+            # Not for matrices from or to tokens, of which single rows are used.
+            is_inner = p.ndim == 2 and not name.startswith(("head", "embedding"))
+            (inner if options.optimizer == "muon" and is_inner else rest).append(p)
     optimizers: list[torch.optim.Optimizer] = []
     if inner:
         optimizers.append(torch.optim.Muon(inner, lr=20 * lr, weight_decay=0.0))
