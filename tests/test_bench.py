@@ -1,5 +1,6 @@
 """The benchmark protocol: question sets, prompts of later turns, records that survive a kill, and correct figures."""
 
+import copy
 import json
 import shutil
 from dataclasses import replace
@@ -79,6 +80,12 @@ def measure(folder, plan):
         journal.begin(bench.describe_settings(plan.plain, plan.samplings[0]))
         bench.run(plan, journal)
     return read_journal(folder)
+
+
+def changed(journal, **attributes):
+    other = copy.copy(journal)
+    vars(other).update(attributes)
+    return other
 
 
 def records(folder):
@@ -371,20 +378,20 @@ def test_different_settings_are_never_mixed(plain, questions, tmp_path):
     assert [row.method["budget"] for row in groups[0].wholes] == ["chain:3", "chain:2"]
     machine = {**one.settings["machine"], "cpu": "another"}
     for change, num_groups in (({"machine": machine}, 2), ({"target": "the same by another name"}, 1)):
-        assert len(gather([one, replace(one, settings={**one.settings, **change})])) == num_groups
+        assert len(gather([one, changed(one, settings={**one.settings, **change})])) == num_groups
     for change, message in (
         ({"machine": machine}, "with cpu 'another'"),
         ({"target": "x", "target_identity": "0"}, "with target 'x'"),
         ({"target_identity": "0"}, "with target identity '0'"),
     ):
         with refused(ConfigError, message):
-            replace(one, settings={**one.settings, **change}).begin(one.settings)
+            changed(one, settings={**one.settings, **change}).begin(one.settings)
 
 
 def test_two_heads_with_one_name_are_distinguished(plain, questions, tmp_path):
     journal = measure(tmp_path, plan(plain, questions, limit=1))
     (recorded,) = journal.methods.values()
-    other = replace(journal, methods={"k": {**recorded, "key": "k", "identity": "f00dfeed"}}, answers={})
+    other = changed(journal, methods={"k": {**recorded, "key": "k", "identity": "f00dfeed"}}, answers={})
     for unit, (record,) in journal.answers.items():
         (counts,) = record["methods"].values()
         other.answers[unit] = [{**record, "methods": {"k": counts}}]
@@ -464,9 +471,16 @@ def test_invalid_plans(plain, questions):
 
 
 def test_malformed_records(tmp_path):
-    (tmp_path / FILE).write_text('{"kind": "settings"}\n{"kind": "other"}\n')
-    with refused(CheckpointError, "line 2: not a record of draftwing bench", "unknown kind"):
-        read_journal(tmp_path)
+    settings = '{"kind": "settings", "target": "t"}\n'
+    for content, *parts in (
+        (settings + '{"kind": "other"}\n', "line 2: not a record of draftwing bench", "unknown kind 'other'"),
+        (settings + "nothing\n", "line 2: not a record of draftwing bench", "delete the line"),
+        ('{"kind": "set", "name": "x"}\n', "line 1", "the settings must be first"),
+        ("", "no results of draftwing bench in this folder"),
+    ):
+        (tmp_path / FILE).write_text(content)
+        with refused(CheckpointError, *parts):
+            read_journal(tmp_path)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

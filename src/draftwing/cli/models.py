@@ -11,7 +11,7 @@ import typer
 from draftwing.cli import screen
 from draftwing.cli.options import DRAFT, JSON, Model, argument, option, with_options
 from draftwing.cli.progress import progress
-from draftwing.cli.screen import new_console, new_table, print_line
+from draftwing.cli.screen import print_line
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.models.catalogue import CATALOGUE, Hub, Shipped, Wheel, entry_named, entry_of
 
@@ -40,18 +40,14 @@ def models(context: typer.Context, as_json: bool = JSON) -> None:
     if as_json:
         screen.print_json({"models": rows})
         return
-    table = new_table("name", ">parameters", "licence", "source", ">size", "downloaded", "heads")
     for row in rows:
-        table.add_row(
-            row["name"],
-            f"{row['num_parameters'] / 1e6:.0f}M",
-            row["licence"],
-            row["source"],
-            f"{row['num_bytes'] / 1e6:,.0f} MB",
-            "yes" if row["path"] else "no",
-            ", ".join(row["heads"]) or "-",
-        )
-    new_console().print(table)
+        size = {"millions": row["num_parameters"] / 1e6, "mb": row["num_bytes"] / 1e6}
+        row |= {**size, "is_local": "yes" if row["path"] else "no", "heads": ", ".join(row["heads"]) or "-"}
+    screen.print_table(
+        rows,
+        "name: {name} | >parameters: {millions:.0f}M | licence: {licence} | source: {source} | >size: {mb:,.0f} MB | "
+        "downloaded: {is_local} | heads: {heads}",
+    )
     for row in rows:
         if row["path"]:
             print_line(f"{row['name']}: {row['path']}")

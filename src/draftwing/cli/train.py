@@ -13,8 +13,19 @@ import typer
 from rich.text import Text
 
 from draftwing.cli import progress, screen
-from draftwing.cli.options import JSON, PROMPTS, TARGET, Data, Model, argument, option, parse_taps, with_options
-from draftwing.cli.screen import format_alpha, new_console, new_table, print_line, printable
+from draftwing.cli.options import (
+    JSON,
+    PROMPTS,
+    TARGET,
+    Data,
+    Model,
+    argument,
+    help_of,
+    option,
+    parse_taps,
+    with_options,
+)
+from draftwing.cli.screen import format_alpha, print_line, print_table
 from draftwing.errors import ConfigError, DraftwingError
 from draftwing.methods.registry import training_methods
 from draftwing.models.catalogue import entry_of
@@ -33,7 +44,7 @@ _STEPS = ", ".join(f"{name} {way.unroll_steps}" for name, (_, way) in training_m
 @dataclass(frozen=True)
 class Run:
     out: Path = option(..., "Folder of the run: checkpoint, metrics, curves, head/.", "-o")
-    target: str | None = option(None, TARGET.metadata["help"], "-t")
+    target: str | None = option(None, help_of(TARGET), "-t")
     cache: Path | None = option(
         None,
         "Features of `draftwing data cache` (with its --data) or `draftwing data regenerate --features` (without).",
@@ -223,15 +234,16 @@ def doctor(
 
 
 def _print_findings(findings: Sequence[Finding], fit: Fit | None) -> None:
-    table = new_table("check", "status", "finding")
-    for each in findings:
-        detail = f"{each.detail}\n{each.fix}" if each.fix and each.status != "ok" else each.detail
-        table.add_row(each.name, Text(each.status, _STATUS_STYLES.get(each.status, "")), Text(printable(detail)))
-    new_console().print(table)
+    records = []
+    for finding in findings:
+        detail = f"{finding.detail}\n{finding.fix}" if finding.fix and finding.status != "ok" else finding.detail
+        status = Text(finding.status, _STATUS_STYLES.get(finding.status, ""))
+        records.append({"name": finding.name, "status": status, "detail": detail})
+    print_table(records, "check: {name} | status: {status} | finding: {detail}")
     if fit is None:
         return
     style = {"fits": "green", "weak": "yellow"}.get(fit.verdict, "bold red")
-    print_line(f"acceptance by depth {format_alpha(fit.alpha) or '-'}, tau {fit.tau:.2f}: {fit.verdict}", style)
+    print_line(f"acceptance by depth {format_alpha(fit.alpha)}, tau {fit.tau:.2f}: {fit.verdict}", style)
     print_line(f"tried on {fit.tried_on}: {fit.num_drafts} drafts, greedy")
     low, high = fit.interval
     print_line(

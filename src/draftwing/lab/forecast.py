@@ -146,6 +146,9 @@ class ForecastTexts:
         return counts
 
 
+_ARRAYS = tuple(field.name for field in fields(ForecastTexts))
+
+
 @dataclass(frozen=True)
 class HeldOut:
     """The held-out statistics of a head.
@@ -171,7 +174,7 @@ class HeldOut:
             ConfigError: there are none.
         """
         if float(temperature) not in self.texts:
-            collected = ", ".join(f"{each:g}" for each in sorted(self.texts))
+            collected = ", ".join(f"{other:g}" for other in sorted(self.texts))
             raise ConfigError(
                 f"the head's held-out statistics are of temperature {collected}, not of {temperature:g}: forecast "
                 f"those, or collect others with `draftwing predict --collect -T {temperature:g}`"
@@ -184,16 +187,16 @@ class HeldOut:
             return self
         return replace(self, texts={**older.texts, **self.texts})
 
-    def _about(self) -> dict[str, Any]:
+    def _origin(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("head", "target", "runs_as", "context")}
 
     def describe(self) -> dict[str, Any]:
         """Return their origin and size as JSON values."""
         texts = {f"{temperature:g}": self.texts[temperature] for temperature in sorted(self.texts)}
         return {
-            **self._about(),
-            "texts": {name: len(each.lengths) for name, each in texts.items()},
-            "positions": {name: len(each.found) for name, each in texts.items()},
+            **self._origin(),
+            "texts": {name: len(one.lengths) for name, one in texts.items()},
+            "positions": {name: len(one.found) for name, one in texts.items()},
         }
 
     def write(self, folder: Path) -> Path:
@@ -203,10 +206,10 @@ class HeldOut:
             CheckpointError: it cannot be written.
         """
         file = Path(folder) / FILE
-        about = {**_FORMAT, **self._about(), "texts": list(self.texts)}
+        about = {**_FORMAT, **self._origin(), "texts": list(self.texts)}
         arrays = {"about": np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)}
         for number, texts in enumerate(self.texts.values()):
-            arrays |= {f"{each.name}_{number}": getattr(texts, each.name) for each in fields(ForecastTexts)}
+            arrays |= {f"{name}_{number}": getattr(texts, name) for name in _ARRAYS}
         partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
         try:
             with partial.open("wb") as stream:
@@ -249,9 +252,7 @@ class HeldOut:
             if not isinstance(about, dict) or {name: about.get(name) for name in _FORMAT} != _FORMAT:
                 raise ValueError("they are of another version")
             texts = {
-                float(temperature): ForecastTexts(
-                    **{each.name: arrays[f"{each.name}_{number}"] for each in fields(ForecastTexts)}
-                )
+                float(temperature): ForecastTexts(**{name: arrays[f"{name}_{number}"] for name in _ARRAYS})
                 for number, temperature in enumerate(about["texts"])
             }
         origin = {name: str(about[name]) for name in ("head", "target", "runs_as")}
@@ -409,25 +410,22 @@ WrittenText = tuple[Sequence[int], bool, Sequence[ReferenceTree]]
 
 def statistics(texts: Iterable[WrittenText]) -> ForecastTexts:
     """Summarise texts."""
-    columns: dict[str, list[Any]] = {each.name: [] for each in fields(ForecastTexts)}
+    columns: dict[str, list[Any]] = {name: [] for name in _ARRAYS}
     for tokens, stopped, trees in texts:
         columns["lengths"].append(len(trees))
         columns["stopped"].append(stopped)
         for position, tree in enumerate(trees):
             _add_position(columns, tree, tokens[position : position + DEPTH])
-
-    def counts(name: str, *shape: int) -> np.ndarray:
-        return np.minimum(np.array(columns[name], dtype=np.int64).reshape(-1, *shape), 255).astype(np.uint8)
-
+    shapes = {"likelier": (DEPTH,), "sizes": (len(THRESHOLDS),), "levels": (len(THRESHOLDS),)}
+    counts = {
+        name: np.minimum(np.array(columns[name], dtype=np.int64).reshape(-1, *shapes.get(name, ())), 255)
+        for name in ("found", "ranks", "likelier", "sizes", "levels")
+    }
     return ForecastTexts(
         lengths=np.array(columns["lengths"], dtype=np.int32),
         stopped=np.array(columns["stopped"], dtype=np.bool_),
-        found=counts("found"),
-        ranks=counts("ranks"),
         chances=quantised(np.array(columns["chances"], dtype=np.float64)),
-        likelier=counts("likelier", DEPTH),
-        sizes=counts("sizes", len(THRESHOLDS)),
-        levels=counts("levels", len(THRESHOLDS)),
+        **{name: values.astype(np.uint8) for name, values in counts.items()},
     )
 
 
@@ -585,7 +583,7 @@ def forecast(
                 raise ConfigError("what the automatic budget drafts follows from a machine's costs: name trees instead")
             else:
                 walks = [walk_above(texts, index) for index in range(len(THRESHOLDS))]
-                speedups = [_speedup(each, each.levels, costs, held_out.context) for each in walks]
+                speedups = [_speedup(one, one.levels, costs, held_out.context) for one in walks]
                 speedup = max(speedups)
                 steps = walks[speedups.index(speedup)]
             low, high = steps.interval()
@@ -600,31 +598,29 @@ def measured(
     prompts: Sequence[Prompt],
     sampling: Sampling,
     *,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Forecast]:
     """Decode the prompts with every tree in turn (see ``compare``), and add the measurements to the forecasts.
 
     Args:
         sampling: for all texts; its temperature is replaced.
     """
-    budgets = [_with_budget(lm, budget) for budget in trees.values()]
-    temperatures = list(dict.fromkeys(each.temperature for each in forecasts))
+    lms = [LM(lm.target, lm.tokenizer), *(_with_budget(lm, budget) for budget in trees.values())]
+    temperatures = list(dict.fromkeys(one.temperature for one in forecasts))
     results: dict[tuple[str, float], tuple[float, float]] = {}
     for number, temperature in enumerate(temperatures):
 
         def report(done: int, total: int, before: int = number) -> None:
-            if on_progress is not None:
-                on_progress(before * total + done, total * len(temperatures))
+            on_progress(before * total + done, total * len(temperatures))
 
-        at_temperature = replace(sampling, temperature=temperature)
-        comparison = compare([LM(lm.target, lm.tokenizer), *budgets], prompts, at_temperature, on_progress=report)
+        comparison = compare(lms, prompts, replace(sampling, temperature=temperature), on_progress=report)
         for name, method in zip(trees, comparison.methods[1:], strict=True):
             results[name, temperature] = method.tau, method.speedup
-    return [
-        replace(each, measured_tau=tau, measured_speedup=speedup)
-        for each in forecasts
-        for tau, speedup in [results[each.tree, each.temperature]]
-    ]
+    added = []
+    for one in forecasts:
+        tau, speedup = results[one.tree, one.temperature]
+        added.append(replace(one, measured_tau=tau, measured_speedup=speedup))
+    return added
 
 
 def _with_budget(lm: LM, budget: Budget | None) -> LM:
@@ -651,66 +647,27 @@ def _effort(budget: Budget, costs: Costs) -> float:
 # --- formulas --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """Formulas and measurements for chains of one length.
-
-    Attributes:
-        gamma: tokens drafted in a step.
-        tau_predicted, tau: (1 - alpha^(gamma + 1)) / (1 - alpha), and measured.
-        paper: speedup by Leviathan et al. (2211.17192), who assume that verification costs one step of the baseline.
-        measured_costs: speedup from the measured times of drafting and verification (MagicDec's form).
-        speedup: measured.
-        operations, memory: arithmetic and reads of the target's weights per token, over the baseline's.
-        inflection: tokens of context from which such chains are faster; None if they never are.
-    """
-
-    gamma: int
-    tau_predicted: float
-    tau: float
-    paper: float
-    measured_costs: float
-    speedup: float
-    operations: float
-    memory: float
-    inflection: float | None
-
-
-@dataclass(frozen=True)
-class Predictions:
-    """The result of ``predict``.
-
-    Attributes:
-        alpha: acceptance of a drafted token over all prompts.
-        c: time of a draft step over that of a target forward.
-        pays: alpha > c.
-        best_gamma: by the paper's formula.
-        auto: measured speedup and tau of the automatic budget.
-    """
-
-    drafter: str
-    alpha: float
-    c: float
-    pays: bool
-    best_gamma: int
-    chains: list[Prediction]
-    auto: dict[str, float]
-    plain_tokens_per_s: float
-    costs: dict[str, Any]
-    machine: dict[str, Any]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
 def predict(
     lm: LM,
     prompts: Sequence[Prompt],
     sampling: Sampling,
     gammas: Sequence[int] = (1, 2, 3, 5, 8),
-    on_progress: Callable[[int, int], None] | None = None,
-) -> Predictions:
-    """Compare the formulas with measurements for chains of each length, and measure the automatic budget.
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:
+    """Compare the papers' formulas with measurements for chains of each length, and measure the automatic budget.
+
+    Returns:
+        JSON values: ``alpha`` (acceptance of a drafted token over all prompts), ``c`` (time of a draft step over that
+        of a target forward), ``pays`` (alpha > c), ``best_gamma`` (by the paper's formula), ``auto`` (measured speedup
+        and tau of the automatic budget), and for each of ``chains``
+
+        - ``tau_predicted`` and ``tau``: (1 - alpha^(gamma + 1)) / (1 - alpha), and measured.
+        - ``paper``: speedup by Leviathan et al. (2211.17192), who assume that verification costs one step of the
+          baseline.
+        - ``measured_costs``: speedup from the measured times of drafting and verification (MagicDec's form).
+        - ``speedup``: measured.
+        - ``operations``, ``memory``: arithmetic and reads of the target's weights per token, over the baseline's.
+        - ``inflection``: tokens of context from which such chains are faster; None if they never are.
 
     Raises:
         ConfigError: there is no drafter.
@@ -720,38 +677,38 @@ def predict(
     costs = lm.costs()
     lms = [LM(lm.target, lm.tokenizer), *(_with_budget(lm, Budget(gamma)) for gamma in gammas), _with_budget(lm, None)]
     comparison = compare(lms, prompts, sampling, on_progress=on_progress)
-    base, *chains, auto = comparison.methods
-    alpha = min(_pooled(chains[-1].alpha), 1.0)
+    base, *methods, auto = comparison.methods
+    alpha = min(_pooled(methods[-1].alpha), 1.0)
     # Weights that a draft step multiplies with, over those of a target forward; 0 for lookup.
     c, ratio = costs.c, lm.drafter.num_bytes / lm.target.num_weight_bytes
-    predictions = []
-    for gamma, method in zip(gammas, chains, strict=True):
+    chains = []
+    for gamma, method in zip(gammas, methods, strict=True):
         inflection = inflection_length(costs, alpha, gamma)
-        predictions.append(
-            Prediction(
-                gamma=gamma,
-                tau_predicted=expected_tokens(alpha, gamma),
-                tau=method.tau,
-                paper=predicted_speedup(alpha, gamma, c),
-                measured_costs=costs.speedup(alpha, gamma),
-                speedup=method.speedup,
-                operations=operations_factor(alpha, gamma, ratio),
-                memory=memory_factor(alpha, gamma),
-                inflection=inflection if inflection < math.inf else None,
-            )
+        chains.append(
+            {
+                "gamma": gamma,
+                "tau_predicted": expected_tokens(alpha, gamma),
+                "tau": method.tau,
+                "paper": predicted_speedup(alpha, gamma, c),
+                "measured_costs": costs.speedup(alpha, gamma),
+                "speedup": method.speedup,
+                "operations": operations_factor(alpha, gamma, ratio),
+                "memory": memory_factor(alpha, gamma),
+                "inflection": inflection if inflection < math.inf else None,
+            }
         )
-    return Predictions(
-        drafter=lm.drafter_name,
-        alpha=alpha,
-        c=c,
-        pays=alpha > c,
-        best_gamma=best_gamma(alpha, c),
-        chains=predictions,
-        auto={"speedup": auto.speedup, "tau": auto.tau},
-        plain_tokens_per_s=base.tokens_per_s,
-        costs=costs.to_dict(),
-        machine=comparison.machine,
-    )
+    return {
+        "drafter": lm.drafter_name,
+        "alpha": alpha,
+        "c": c,
+        "pays": alpha > c,
+        "best_gamma": best_gamma(alpha, c),
+        "chains": chains,
+        "auto": {"speedup": auto.speedup, "tau": auto.tau},
+        "plain_tokens_per_s": base.tokens_per_s,
+        "costs": costs.to_dict(),
+        "machine": comparison.machine,
+    }
 
 
 def describe_costs(costs: Costs) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Describe the machine that a figure was measured on, and measure how fast it reads memory."""
+"""Describe the machine and target that a figure was measured on, and measure how fast the machine reads memory."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from draftwing.cpu.library import get_kernel
+from draftwing.models.target import Target
 
 
 def describe_machine() -> dict[str, Any]:
@@ -33,6 +34,16 @@ def _cpu_name() -> str:
     except OSError:
         return platform.processor() or platform.machine()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def describe_target(target: Target) -> dict[str, Any]:
+    """Return a target's name, precision and device."""
+    return {
+        "target": target.name,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "quantize": target.quantized,
+        "device": str(target.device),
+    }
 
 
 def read_bandwidth(num_bytes: int, repeats: int = 5) -> float:
