@@ -92,16 +92,10 @@ def name_of_sampling(sampling: Sampling) -> str:
 
 
 def parse_sampling(text: str, folder: Path) -> Sampling:
-    """Parse ``0``, ``1``, ``0.2,top_p=0.9`` or ``model``, which reads the target's ``generation_config.json``.
-
-    Args:
-        folder: the target's.
+    """Parse ``0``, ``1``, ``0.2,top_p=0.9`` or ``model``: the ``generation_config.json`` in the target's folder.
 
     Raises:
-        CheckpointError: ``generation_config.json`` is not JSON.
-        ConfigError: unknown settings, or the model has none.
-        SamplingError: a value outside its range.
-        UnsupportedError: a setting of the model that Draftwing does not support.
+        CheckpointError, ConfigError, SamplingError, UnsupportedError: unreadable, unknown, invalid or unsupported.
     """
     if text.strip() == "model":
         return _read_model_sampling(folder / "generation_config.json")
@@ -146,12 +140,7 @@ def _read_model_sampling(file: Path) -> Sampling:
 
 
 def describe_settings(lm: LM, sampling: Sampling) -> dict[str, Any]:
-    """Return everything that figures depend on, except set, sampling and draft. One table has one of these.
-
-    Args:
-        lm: the baseline.
-        sampling: only its ``max_tokens``, ``ignore_eos`` and ``seed`` are used.
-    """
+    """Return everything that figures depend on, except set, sampling and draft. One table has one of these."""
     target = lm.target
     kernel = get_kernel() if target.runtime == "kernel" else None
     return {
@@ -172,11 +161,7 @@ def describe_settings(lm: LM, sampling: Sampling) -> dict[str, Any]:
 
 
 def weights_digest(folder: Path) -> str:
-    """Hash evenly spaced parts of a model's weight files to 16 hexadecimal digits; takes milliseconds.
-
-    Raises:
-        CheckpointError: the files cannot be read.
-    """
+    """Hash evenly spaced parts of a model's weight files to 16 hexadecimal digits; takes milliseconds."""
     sha = hashlib.sha256()
     link = folder / LINK
     files = [link] if link.exists() else sorted(p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin"))
@@ -216,13 +201,9 @@ class Unit(NamedTuple):
 
 
 class Journal:
-    """The records of a folder.
+    """The records of a folder: ``settings``, ``sets`` by name, ``methods`` by key, and turns.
 
-    Attributes:
-        settings: of all records; empty in a new folder.
-        sets, methods: by name, and by key, as recorded.
-        answers: records of each unit, several if methods were added later.
-        skipped: units whose prompt and answer exceed the context.
+    A unit has several ``answers`` if methods were added later. ``skipped`` units exceed the context.
 
     Raises:
         CheckpointError: the records cannot be read.
@@ -270,11 +251,7 @@ class Journal:
         self._take(record)
 
     def begin(self, settings: Mapping[str, Any]) -> None:
-        """Record the settings of all answers that follow.
-
-        Raises:
-            ConfigError: the folder has results of other settings.
-        """
+        """Record the settings of all answers. Raises ConfigError if the folder has results of other settings."""
         new = json.loads(json.dumps(dict(settings), default=str))
         if not self.settings:
             self.add({"kind": "settings", **new})
@@ -291,11 +268,7 @@ class Journal:
             )
 
     def add_set(self, questions: QuestionSet) -> None:
-        """Record a question set, once.
-
-        Raises:
-            ConfigError: the folder has another set of this name.
-        """
+        """Record a question set, once. Raises ConfigError if the folder has another set of this name."""
         recorded = self.sets.get(questions.name)
         if recorded is None:
             values = {"name": questions.name, "file": Path(questions.path).name, "identity": questions.identity}
@@ -309,22 +282,13 @@ class Journal:
 
 @contextmanager
 def open_journal(folder: Path) -> Iterator[Journal]:
-    """Lock a folder for writing, make it if it is missing, and read its records.
-
-    Raises:
-        ConfigError: another process writes there, or the folder is not writable.
-        CheckpointError: the records cannot be read.
-    """
+    """Lock a folder for writing (ConfigError if that fails), make it if it is missing, and read its records."""
     with locked(folder, ConfigError):
         yield Journal(folder)
 
 
 def read_journal(folder: Path) -> Journal:
-    """Read the records of a folder.
-
-    Raises:
-        CheckpointError: there are none, or they cannot be read.
-    """
+    """Read the records of a folder. Raises CheckpointError if there are none."""
     journal = Journal(folder)
     if not journal.settings:
         raise CheckpointError(f"{folder}: no results of draftwing bench in this folder: give a folder that --out wrote")
@@ -336,13 +300,9 @@ def read_journal(folder: Path) -> Journal:
 
 @dataclass(frozen=True)
 class Plan:
-    """The measurements to make.
+    """The measurements to make: every set with every sampling, the baseline (``plain``) and every method.
 
-    Attributes:
-        plain: the baseline, which has no drafter.
-        methods: all on the baseline's target.
-        samplings: each set is answered with each.
-        limit: questions of each set; None takes all.
+    ``limit`` is the number of questions of each set; None takes all.
     """
 
     plain: LM
@@ -379,11 +339,7 @@ class Plan:
 def run(plan: Plan, journal: Journal, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
     """Measure every answer that the journal does not have, and add it.
 
-    Args:
-        on_progress: called with (done, total) answers of those that were missing.
-
-    Raises:
-        ConfigError: see ``Plan.check`` and ``Journal.add_set``.
+    ``on_progress`` is called with (done, total) of the missing answers. Raises ConfigError for an invalid plan.
     """
     plan.check()
     for questions in plan.sets:

@@ -87,14 +87,12 @@ class Estimate:
 
     @classmethod
     def of(cls, value: float, resampled: Array) -> Estimate:
-        """Take the interval from the resamples."""
         if not resampled.size:
             return cls(value, None, None, resampled)
         low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
         return cls(value, float(low), float(high), resampled)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return value and interval as JSON values."""
         return {"value": self.value, "low": self.low, "high": self.high}
 
     def text(self, unit: str = "", *, has_interval: bool = True) -> str:
@@ -151,9 +149,7 @@ class ResultRow:
         tokens_per_s, plain_tokens_per_s: means over questions.
         alpha, reached: acceptance by depth, and how often a draft reached that depth.
         n_alpha: for a fixed chain of an EAGLE head, acceptance of the n-th token, which has read n predicted features.
-        num_identical: answers that equal the baseline's.
         promise: what the rule preserves: ``text``, ``law`` or ``nothing`` (see ``compare.MethodResult``).
-        seconds, plain_seconds: of all answers.
     """
 
     set: str

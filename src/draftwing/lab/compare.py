@@ -54,10 +54,7 @@ class MethodResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of ``compare``; ``methods[0]`` is the baseline.
-
-    ``texts`` has what each method wrote after the first prompt, by name.
-    """
+    """The result of ``compare``; ``methods[0]`` is the baseline, and ``texts`` follow the first prompt, by method."""
 
     methods: list[MethodResult]
     baseline: str
@@ -91,9 +88,6 @@ def compare(
         lms: the baseline first; all on one target.
         rounds: how often every prompt is decoded.
         on_progress: called with (done, total) generations.
-
-    Raises:
-        ConfigError: the first of ``lms`` drafts, or there is no prompt.
     """
     if not lms or lms[0].drafter.drafts:
         raise ConfigError("compare needs the baseline first: pass LM(target, tokenizer) as the first of lms")
@@ -135,7 +129,7 @@ def compare(
 
 
 def promise_of(lm: LM, sampling: Sampling) -> str:
-    """Return what the rule preserves: see ``MethodResult.promise``."""
+    """Return ``MethodResult.promise``."""
     rule = get_rule(lm.rule, lossless=False)
     if not rule.lossless:
         return "nothing"
@@ -195,8 +189,6 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of ``verify``."""
-
     num_prompts: int
     num_identical: int
     num_tokens: int

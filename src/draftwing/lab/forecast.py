@@ -154,9 +154,7 @@ class HeldOut:
     """The held-out statistics of a head.
 
     Attributes:
-        head: ``head_id`` of the head.
-        target: the target's name.
-        runs_as: what computed the head's matrices.
+        head: its ``head_id``; ``target`` is the target's name, ``runs_as`` what computed the head's matrices.
         context: mean number of tokens of a row.
         texts: by temperature.
     """
@@ -168,11 +166,7 @@ class HeldOut:
     texts: Mapping[float, ForecastTexts]
 
     def at(self, temperature: float) -> ForecastTexts:
-        """Return the texts of a temperature.
-
-        Raises:
-            ConfigError: there are none.
-        """
+        """Return the texts of a temperature. Raises ConfigError if there are none."""
         if float(temperature) not in self.texts:
             collected = ", ".join(f"{other:g}" for other in sorted(self.texts))
             raise ConfigError(
@@ -200,11 +194,7 @@ class HeldOut:
         }
 
     def write(self, folder: Path) -> Path:
-        """Write the file into a head's folder, atomically, and return its path.
-
-        Raises:
-            CheckpointError: it cannot be written.
-        """
+        """Write the file into a head's folder, atomically, and return its path."""
         file = Path(folder) / FILE
         about = {**_FORMAT, **self._origin(), "texts": list(self.texts)}
         arrays = {"about": np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)}
@@ -261,26 +251,18 @@ class HeldOut:
 
 # --- walks -----------------------------------------------------------------------------------------------------------
 #
-# A step accepts a text's next tokens
-#     chain     while each is the first child of the one before
-#     static    while the ranks of the path are in the tree
-#     dynamic   while each node is among the ``width`` best of its level (else it has no children) and among the
-#               ``nodes`` best of all
-#     auto      while the probability of the path is above a threshold: an approximation of trees that grow while a
-#               node is worth its cost
-#
-# Chains, static trees and dynamic trees of the reference tree's width are exact on the collected texts, unless the
-# reference tree lacks a node of a chain or static tree. For narrower dynamic trees, the likelier nodes include some
-# that they would not score, which makes tau slightly too small.
+# A step with a chain or static tree accepts a text's next tokens while the ranks of their path are in the tree; with a
+# dynamic tree while each node is among the ``width`` best of its level (else it has no children) and the ``nodes`` best
+# of all; and with ``auto`` while the probability of the path is above a threshold, an approximation of trees that grow
+# while a node is worth its cost. The former are exact on the collected texts, but for nodes of static trees that the
+# reference tree lacks, and for dynamic trees narrower than it, whose tau is slightly too small.
 
 
 @dataclass(frozen=True)
 class Walk:
-    """The steps that decoding would take.
+    """The steps that decoding would take: (T,) tokens emitted and target forwards (``steps``) of each text.
 
-    Attributes:
-        tokens, steps: (T,) int64: tokens emitted on each text, and target forwards.
-        nodes, levels: means over all steps: nodes verified besides the root, and levels drafted.
+    ``nodes`` verified besides the root and ``levels`` drafted are means over all steps.
     """
 
     tokens: np.ndarray
@@ -302,11 +284,7 @@ class Walk:
 
 
 def walk(texts: ForecastTexts, budget: Budget) -> Walk:
-    """Walk with the trees of a budget.
-
-    Raises:
-        ConfigError: the tree is deeper or wider than the reference tree.
-    """
+    """Walk with the trees of a budget. Raises ConfigError if they are deeper or wider than the reference tree."""
     if budget.depth > DEPTH or budget.width > WIDTH:
         raise ConfigError(
             f"{budget}: held-out statistics reach {DEPTH} levels of {WIDTH} nodes, and this tree has {budget.depth} of "
@@ -314,8 +292,7 @@ def walk(texts: ForecastTexts, budget: Budget) -> Walk:
         )
     num_scored = budget.width + max(budget.depth - 1, 0) * budget.width**2
     nodes = len(budget.shape()) if budget.nodes is None else min(budget.nodes, num_scored)
-    _, tokens, steps = _steps(texts, accepted(texts, budget))
-    return Walk(tokens, steps, float(nodes), float(budget.depth))
+    return Walk(*_steps(texts, accepted(texts, budget))[1:], float(nodes), float(budget.depth))
 
 
 def walk_above(texts: ForecastTexts, index: int) -> Walk:
@@ -471,10 +448,8 @@ def collect(
         on_progress: called with (done, total) tokens.
 
     Raises:
-        ConfigError: no prompt leaves room for a text, no temperature is given, or the drafter reports no probabilities.
+        ConfigError: no prompt leaves room for a text, or the drafter reports no probabilities.
     """
-    if not temperatures:
-        raise ConfigError("held-out statistics need at least one temperature: give 0, 1 or both")
     chosen, max_tokens = fitting(prompts, target, num_tokens), num_tokens + DEPTH
     if not chosen:
         raise ConfigError(
@@ -529,10 +504,9 @@ class Forecast:
 
     Attributes:
         tree: as the user named it; ``auto`` is the automatic budget, which is only approximated.
-        tau: tokens emitted per target forward; ``tau_low`` and ``tau_high`` are its 95% interval over texts.
+        tau_low, tau_high: 95% interval over texts.
         nodes, levels: means over steps.
         speedup: over the baseline at batch 1, if the machine's costs are known.
-        measured_tau, measured_speedup: None if nothing was decoded.
     """
 
     tree: str
@@ -561,11 +535,7 @@ def forecast(
     temperatures: Sequence[float],
     costs: Costs | None = None,
 ) -> list[Forecast]:
-    """Forecast every tree at every temperature.
-
-    Args:
-        trees: by name; None is the automatic budget.
-        costs: of the machine, for speedups.
+    """Forecast every tree (by name; None is the automatic budget) at every temperature.
 
     Raises:
         ConfigError: a temperature or tree that the statistics do not cover, or the automatic budget without costs.
@@ -600,11 +570,7 @@ def measured(
     *,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Forecast]:
-    """Decode the prompts with every tree in turn (see ``compare``), and add the measurements to the forecasts.
-
-    Args:
-        sampling: for all texts; its temperature is replaced.
-    """
+    """Decode the prompts with every tree in turn (see ``compare``), and add the measurements to the forecasts."""
     lms = [LM(lm.target, lm.tokenizer), *(_with_budget(lm, budget) for budget in trees.values())]
     temperatures = list(dict.fromkeys(one.temperature for one in forecasts))
     results: dict[tuple[str, float], tuple[float, float]] = {}
@@ -669,8 +635,6 @@ def predict(
         - ``operations``, ``memory``: arithmetic and reads of the target's weights per token, over the baseline's.
         - ``inflection``: tokens of context from which such chains are faster; None if they never are.
 
-    Raises:
-        ConfigError: there is no drafter.
     """
     if not lm.drafter.drafts:
         raise ConfigError("there is nothing to predict without a drafter: give one with --draft")
@@ -715,12 +679,12 @@ def describe_costs(costs: Costs) -> dict[str, Any]:
     """Summarise measured costs for people."""
     plain = costs.verify_seconds(1)
     nodes = [int(count) for count, _ in costs.verify.knots if count > 1]
-    values: dict[str, Any] = {"plain_step_ms": round(1e3 * plain, 2)}
-    values["verify_of_plain"] = "  ".join(f"{n}: {costs.verify_seconds(n) / plain:.2f}" for n in nodes)
-    if costs.chain.knots:
-        values["draft_step_of_plain"] = round(costs.c, 3)
-    values["us_per_token_of_context"] = round(1e6 * costs.per_token, 2)
-    return values
+    return {
+        "plain_step_ms": round(1e3 * plain, 2),
+        "verify_of_plain": "  ".join(f"{n}: {costs.verify_seconds(n) / plain:.2f}" for n in nodes),
+        **({"draft_step_of_plain": round(costs.c, 3)} if costs.chain.knots else {}),
+        "us_per_token_of_context": round(1e6 * costs.per_token, 2),
+    }
 
 
 def _pooled(alpha: Sequence[float]) -> float:

@@ -167,21 +167,15 @@ class Pace:
         return cls(verify=tuple(map(float, values["verify"])), **seconds)
 
 
-def measure_pace(target: LeanTarget, on_progress: Callable[[int, int], None] = lambda done, total: None) -> Pace:
-    """Derive a pace from the costs of drafting with all layers, without their attentions, and without their MLPs.
-
-    Args:
-        on_progress: called with (done, total) measured sets.
-    """
+def measure_pace(target: LeanTarget) -> Pace:
+    """Derive a pace from the costs of drafting with all layers, without their attentions, and without their MLPs."""
     count, every = target.num_layers, tuple(range(target.num_layers))
     sets = [Parts.without(count, (), ()), Parts.without(count, every, ()), Parts.without(count, (), every)]
     costs = []
-    for number, parts in enumerate(sets):
-        on_progress(number, len(sets))
+    for parts in sets:
         new_drafter: Callable[[], Drafter] = partial(LayerSkipDrafter, SubNet(target.net, parts), target, "layers")
         costs.append(costs_of(target, new_drafter, loop_of(target)))
-    on_progress(len(sets), len(sets))
-    whole, no_attention, no_mlp = (each.c * each.verify(1) for each in costs)
+    whole, no_attention, no_mlp = (one.c * one.verify(1) for one in costs)
     return Pace(
         start=max(costs[0].chain(1) - whole, 0.0),
         base=max(no_attention + no_mlp - whole, 0.0),
@@ -207,13 +201,9 @@ def search(
     every fourth set differs from the best one in one or two sublayers, which the estimator finds slowly.
 
     Args:
-        num_layers: of the target.
         score: the higher the better. It may raise KeyboardInterrupt.
         num_trials: sets to try, including ``earlier``.
         earlier: scores of sets that were tried before, in that order.
-
-    Returns:
-        The best set that was tried.
 
     Raises:
         UnsupportedError: optuna is not installed.
@@ -317,10 +307,6 @@ class Trial:
 class Trials:
     """The trials of a folder: a first record of settings, texts and times that all share, then one record for each.
 
-    Args:
-        settings: of the trials, as JSON.
-        num_layers: of the target.
-
     Raises:
         CheckpointError: the file cannot be read, or is malformed.
         ConfigError: the folder has trials with other settings.
@@ -366,13 +352,9 @@ class Trials:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The result of ``tune``.
+    """The best of all trials, expected tokens per second of the baseline (``plain``), and the number of trials.
 
-    Attributes:
-        best: of all trials.
-        plain: expected tokens per second of the baseline.
-        num_trials: including earlier runs.
-        finished: False if it was interrupted.
+    ``finished`` is False if the run was interrupted.
     """
 
     best: Trial
@@ -402,11 +384,9 @@ def tune(
 
     Args:
         out: the folder to write, which ``--draft`` takes.
-        target: identifies the target.
         measure: lets the target write texts, and measures its times; called only by the first run.
         new_target: loads the target with unpacked weights.
         num_trials: sets to try, including those of earlier runs.
-        seed: of the search.
         only_exits: try only the first layer, the first two, ...
         settings: further values that trials depend on, as JSON.
         on_progress: called with the trials that are done, their total, and the best one.

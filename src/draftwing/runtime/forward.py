@@ -58,7 +58,11 @@ class NetShape:
 
 
 class Net(Protocol):
-    """A network over KV slots: computes on tensors, or on the values that trace it (``cpu.program``)."""
+    """A network over KV slots: computes on tensors, or on the values that trace it (``cpu.program``).
+
+    ``fuse`` turns features (R, F) into states (R, H); ``forward`` takes tokens (R,) and states or None, and returns the
+    input of ``logits`` (R, H) and features, states or None; ``logits`` returns (R, V).
+    """
 
     @property
     def shape(self) -> NetShape: ...
@@ -72,17 +76,11 @@ class Net(Protocol):
     @property
     def rotary(self) -> Rotary: ...
 
-    def fuse(self, features: Any) -> Any:
-        """(R, F) -> states (R, H)."""
-        ...
+    def fuse(self, features: Any) -> Any: ...
 
-    def forward(self, ids: Any, states: Any, attend: Any) -> tuple[Any, Any]:
-        """Tokens (R,) and states (R, H) or None -> input of ``logits`` (R, H), and features, states or None."""
-        ...
+    def forward(self, ids: Any, states: Any, attend: Any) -> tuple[Any, Any]: ...
 
-    def logits(self, read: Any) -> Any:
-        """(R, H) -> (R, V)."""
-        ...
+    def logits(self, read: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -163,10 +161,9 @@ class Runner(ABC):
         prompt_lengths: Sequence[int] | None = None,
         accept: AcceptArgs | None = None,
     ) -> Verified:
-        """Run whole trees of a target.
+        """Run whole trees of a target, whose rows have ``lengths`` (B,) committed KV slots.
 
         Args:
-            lengths: (B,) committed KV slots of each row.
             accept: how tokens are drawn, for runners that can apply ``accept.match`` and commit the kept nodes at once.
         """
         logits, out = self.forward(Entries(tree, lengths, prompt_lengths=prompt_lengths))
@@ -211,7 +208,6 @@ class Runner(ABC):
         return DraftTree.chain(on_device(tokens, device)), last, states
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
-        """Make room for rows and slots; the content stays."""
         self.cache.reserve(num_rows, num_slots)
 
     def commit(self, lengths: Sequence[int], path: Tensor) -> None:
@@ -229,9 +225,7 @@ class Runner(ABC):
     ) -> Tensor | None:
         """Write the slots of tokens in a row from ``start`` on, in chunks; returns the second output (1, T, F or H).
 
-        Args:
-            features: (1, T, F).
-            prompt_length: for rotations that depend on it.
+        ``features`` are (1, T, F).
         """
         self.reserve(row + 1, start + len(ids) + 1)
         if not start:
@@ -250,11 +244,8 @@ class Runner(ABC):
     def watch(self, row: int, ids: Sequence[int], start: int, prompt_length: int | None = None) -> Tensor:
         """Attention weights of the last tokens on each slot before them: (L, K, ``start``) float32.
 
-        Summed over these tokens and over the query heads that share a KV head. Writes no slots.
-
-        Args:
-            ids: tokens of a row, which are in its slots from ``start`` on already.
-            prompt_length: for rotations that depend on it.
+        Summed over these tokens and over the query heads that share a KV head. Writes no slots: ``ids`` are in the
+        row's slots from ``start`` on already.
         """
         shape, device = self.net.shape, self.net.device
         watched = torch.zeros(shape.num_layers, shape.num_kv_heads, start, device=device)

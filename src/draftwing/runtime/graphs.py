@@ -37,10 +37,9 @@ T = TypeVar("T")
 
 
 class Record(Protocol):
-    """Records a function without arguments and returns a function that replays it.
+    """Records a function without arguments, which may run several times meanwhile, and returns one that replays it.
 
-    The function may run several times while it is recorded, so it must write the same values for the same inputs. All
-    replays return the same tensors and overwrite them.
+    All replays return the same tensors and overwrite them.
     """
 
     num_recorded: int
@@ -60,8 +59,8 @@ class Recorder:
 
         def replay() -> Outputs:
             self.num_replays += 1
-            for kept, fresh in zip(static, function(), strict=True):
-                kept.copy_(fresh)
+            for output, value in zip(static, function(), strict=True):
+                output.copy_(value)
             return static
 
         return replay
