@@ -117,8 +117,8 @@ def test_every_form_of_a_question(tmp_path):
         {"article": "News.", "highlights": "N.", "id": "ab"},
         {"messages": dialogue},
     ]
-    found = read_set("mixed", write(tmp_path / "mixed.jsonl", entries)).questions
-    assert [(question.id, question.turns) for question in found] == [
+    questions = read_set("mixed", write(tmp_path / "mixed.jsonl", entries)).questions
+    assert [(question.id, question.turns) for question in questions] == [
         ("5", ("one", "two")),
         ("HumanEval/0", ("def f():",)),
         ("3", ("How many?",)),
@@ -126,9 +126,9 @@ def test_every_form_of_a_question(tmp_path):
         ("ab", ("Summarize: News.",)),
         ("6", ("Hi", "And?")),
     ]
-    assert found[0].categories == ("qa",)
+    assert questions[0].categories == ("qa",)
     dialogue[2]["content"] = "Hello."
-    assert found[5].messages(["Hello."]) == dialogue
+    assert questions[5].messages(["Hello."]) == dialogue
 
 
 def test_a_few_questions_are_spread_over_categories(tmp_path):
@@ -197,12 +197,18 @@ ANSWERS = [  # question, with drafts, baseline; the first question has two turns
 
 
 def test_figures_by_hand():
-    found = estimate(ResultSample.of(ANSWERS), "seed")
-    assert found["tau"].value == pytest.approx(42 / 16)
     # Question a: 30 tokens in 4 s against 6 s, question b: 12 in 1 s against 1 s.
-    assert found["speedup"].value == pytest.approx((6 / 4 + 1) / 2)
-    assert found["speedup_ratio_of_means"].value == pytest.approx((30 / 4 + 12) / (30 / 6 + 12))
-    assert found["speedup_with_prompt"].value == pytest.approx((30 / 6 + 12 / 1.5) / (30 / 8 + 12 / 1.5))
+    assert {name: figure.value for name, figure in estimate(ResultSample.of(ANSWERS), "seed").items()} == {
+        "tau": pytest.approx(42 / 16),
+        "speedup": pytest.approx((6 / 4 + 1) / 2),
+        "speedup_ratio_of_means": pytest.approx((30 / 4 + 12) / (30 / 6 + 12)),
+        "speedup_with_prompt": pytest.approx((30 / 6 + 12 / 1.5) / (30 / 8 + 12 / 1.5)),
+    }
+    one = estimate(ResultSample.of(ANSWERS[:2]), "seed")["tau"]  # of one question, which has no interval
+    assert (one.to_dict(), one.text()) == ({"value": 3.0, "low": None, "high": None}, "3.00")
+    other = Estimate.of(2.0, np.array([1.0, 3.0]))
+    assert other.text("x") == "2.00x [1.05-2.95]"
+    assert mean_estimate([one, other]).to_dict() == {"value": 2.5, "low": None, "high": None}
     alpha, reached = alpha_of([answer for _, answer, _ in ANSWERS])
     assert alpha == pytest.approx([12 / 16, 6 / 9, 1.0])
     assert reached == [16, 9, 5]
@@ -239,13 +245,6 @@ def test_intervals_cover_the_true_value(monkeypatch):
     assert 0.90 <= covered / 300 <= 0.98
 
 
-def test_one_question_has_no_interval():
-    found = estimate(ResultSample.of(ANSWERS[:2]), "seed")
-    assert found["tau"].to_dict() == {"value": 3.0, "low": None, "high": None}
-    mean = mean_estimate([found["tau"], Estimate.of(2.0, np.array([1.0, 3.0]))])
-    assert mean.to_dict() == {"value": 2.5, "low": None, "high": None}
-
-
 # --- the protocol ----------------------------------------------------------------------------------------------------
 
 
@@ -262,24 +261,20 @@ def decoded(monkeypatch):
     return calls
 
 
-def test_a_later_turn_follows_the_baselines_answer(plain, questions, tmp_path, decoded):
-    journal = measure(tmp_path, plan(plain, questions, limit=1))
+def test_a_later_turn_follows_the_baselines_answer_and_methods_take_turns(plain, questions, tmp_path, decoded):
+    journal = measure(tmp_path, plan(plain, questions))
+    order = [name for name, _ in decoded[2:]]  # without the warm-up
+    assert order[::2] == ["lookup", "none", "none", "lookup"]
+    assert sorted(order) == ["lookup"] * 4 + ["none"] * 4
     first, second = (journal.answers["tiny", 0, turn, "T=0"][0] for turn in (1, 2))
     answer = first["plain"]["text"]
     assert answer
     prompt = f"<user>def add(a, b):<assistant>{answer}<user>and now sub?<bot>"
     expected = plain.tokenizer.fast.encode(prompt, add_special_tokens=False).ids
-    assert [prompt for _, prompt in decoded[-2:]] == [expected, expected]
+    assert [prompt for _, prompt in decoded].count(expected) == 2
     assert second["prompt_tokens"] == len(expected)
     assert [first["methods"][key]["identical"] for key in journal.methods] == [True]
     assert second["plain"]["text"] == plain.generate([expected], max_tokens=8)[0].text
-
-
-def test_methods_take_turns_at_going_first(plain, questions, tmp_path, decoded):
-    measure(tmp_path, plan(plain, questions))
-    order = [name for name, _ in decoded[2:]]  # without the warm-up
-    assert order[::2] == ["lookup", "none", "none", "lookup"]
-    assert sorted(order) == ["lookup"] * 4 + ["none"] * 4
 
 
 class Wrong(LM):
@@ -400,19 +395,15 @@ def test_two_heads_with_one_name_are_distinguished(plain, questions, tmp_path):
     assert names == {f"lookup ({recorded['identity'][:6]})", "lookup (f00dfe)"}
 
 
-def test_the_mean_weights_sets_equally(plain, questions, tmp_path):
+def test_parts_of_a_set_and_the_mean_of_sets(plain, questions, tmp_path):
     other = QuestionSet("other", "other.jsonl", read_set("other", questions).questions[1:2])
-    sets = [read_set("tiny", questions), other]
-    journal = measure(tmp_path, replace(plan(plain, questions), sets=sets))
-    one, two, mean = gather([journal])[0].wholes
+    journal = measure(tmp_path, replace(plan(plain, questions), sets=[read_set("tiny", questions), other]))
+    (group,) = gather([journal])
+    one, two, mean = group.wholes
     assert mean.set == "mean of sets"
     assert mean.figures["tau"].value == pytest.approx((one.figures["tau"].value + two.figures["tau"].value) / 2)
     assert (mean.num_answers, one.num_answers, two.num_answers) == (5, 4, 1)
-
-
-def test_parts_of_a_set(plain, questions, tmp_path):
-    (group,) = gather([measure(tmp_path, plan(plain, questions))])
-    assert {row.part: (row.num_questions, row.num_answers) for row in group.rows} == {
+    assert {row.part: (row.num_questions, row.num_answers) for row in group.rows if row.set == "tiny"} == {
         "": (3, 4),
         "turn 1": (3, 3),
         "turn 2": (1, 1),

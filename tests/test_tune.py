@@ -216,14 +216,11 @@ def test_a_stopped_run_resumes(cut, plain, texts, tmp_path):
     assert sets_of(tmp_path / "parts")[:15] == sets_of(tmp_path / "whole")[:15]
 
 
-def test_ctrl_c_before_any_set(plain, texts, tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        Run(tmp_path / "out", plain, texts, 0)()
-    assert not (tmp_path / "out" / "config.json").exists()
-
-
-def test_early_exits_alone(plain, texts, tmp_path, monkeypatch):
+def test_early_exits_alone_after_ctrl_c_before_any_set(plain, texts, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(KeyboardInterrupt):
+        Run(tmp_path / "out", plain, texts, 0, only_exits=True)()
+    assert not (tmp_path / "out" / "config.json").exists()
     found = Run(tmp_path / "out", plain, texts, only_exits=True)()
     assert found.num_trials == 2
     assert sets_of(tmp_path / "out") == [([1, 2], [1, 2]), ([2], [2])]
@@ -309,9 +306,3 @@ def test_the_command(chatty, tmp_path):
     options = {"max_tokens": 12, "ignore_eos": True, "temperature": 1.0, "seed": 5}
     texts = [load(chatty, draft, budget=Budget(3)).generate("def", **options)[0].text for draft in ("none", out)]
     assert texts[0] == texts[1]
-
-
-def test_help_has_examples():
-    shown = CliRunner().invoke(cli.app, ["tune", "layers", "--help"], env={"COLUMNS": "200"})
-    assert "draftwing tune layers --target path/or/hub-id --data held-out.jsonl --out my-layers" in shown.output
-    assert CliRunner().invoke(cli.app, ["tune", "layers"]).exit_code == 2

@@ -107,7 +107,11 @@ def bench(
     - `draftwing bench --report results --report other/results --out both`
     """
     if report:
-        groups = _report([*report, *map(Path, files or ())], out, as_json=as_json)
+        from draftwing.lab.bench import read_journal
+
+        folders = list(dict.fromkeys([*report, *map(Path, files or ())]))
+        journals = [read_journal(folder) for folder in folders]
+        groups = _write(journals, folders[0] if out is None and len(folders) == 1 else out, as_json=as_json)
     elif out is None:
         raise ConfigError("bench keeps what it measures in a folder: give --out, such as --out results")
     else:
@@ -134,20 +138,6 @@ def bench(
         raise typer.Exit(1)
 
 
-def _report(folders: Sequence[Path], out: Path | None, *, as_json: bool) -> list[Group]:
-    from draftwing.lab.bench import read_journal
-
-    journals = [read_journal(folder) for folder in dict.fromkeys(folders)]
-    if out is None and len(folders) == 1:
-        out = folders[0]
-    if out is not None:
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--out {out}: cannot be made ({error}): give another folder") from error
-    return _write(journals, out, as_json=as_json)
-
-
 def _write(journals: Sequence[Journal], out: Path | None, *, as_json: bool) -> list[Group]:
     """Print the tables; write results and page to ``out``."""
     from draftwing.formats.write import write_text
@@ -156,6 +146,10 @@ def _write(journals: Sequence[Journal], out: Path | None, *, as_json: bool) -> l
 
     groups = gather([journal for journal in journals if journal.answers or journal.skipped])
     if out is not None and groups:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--out {out}: cannot be made ({error}): give another folder") from error
         write_text(out / RESULTS, screen.to_json(to_dict(groups)) + "\n")
         write_text(out / PAGE, render(groups))
     if as_json:

@@ -118,15 +118,9 @@ def describe_entry(entry: Entry) -> dict[str, Any]:
     else:
         files = (file for file in (SHIPPED / source.folder).glob("*") if file.is_file())
         origin, num_bytes = "comes with Draftwing", sum(file.stat().st_size for file in files)
-    return {
-        "name": entry.name,
-        "num_parameters": entry.num_parameters,
-        "licence": entry.licence,
-        "source": origin,
-        "num_bytes": num_bytes,
-        "path": None if path is None else str(path),
-        "heads": list(entry.heads),
-    }
+    about = {name: getattr(entry, name) for name in ("name", "num_parameters", "licence")}
+    place = None if path is None else str(path)
+    return {**about, "source": origin, "num_bytes": num_bytes, "path": place, "heads": list(entry.heads)}
 
 
 @with_options

@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -102,20 +102,15 @@ def error(message: str) -> None:
 def short_warnings() -> Iterator[None]:
     """Print Draftwing's warnings as one line each."""
 
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        if issubclass(category, DraftwingWarning):
-            put_line(new_console(stderr=True), f"warning: {' '.join(str(message).split())}", "yellow")
-        else:
-            (file or sys.stderr).write(warnings.formatwarning(message, category, filename, lineno, line))
-
     with warnings.catch_warnings():
+        show_others = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *rest: Any, **options: Any) -> None:
+            if issubclass(category, DraftwingWarning):
+                line(f"warning: {' '.join(str(message).split())}", "yellow")
+            else:
+                show_others(message, category, *rest, **options)
+
         warnings.showwarning = show
         yield
 

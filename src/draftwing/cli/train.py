@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -142,20 +142,18 @@ def _run(session: Session, out: Path | None) -> Progress:
     """Train until the end or a signal, and log to TensorBoard in ``out``."""
     from draftwing.train.curves import TensorBoardLog
 
-    board = None if out is None else TensorBoardLog(out)
-    try:
-        with progress.training() as show, _stop_on_signals(session.trainer):
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(progress.training())]
+        stack.enter_context(_stop_on_signals(session.trainer))
+        if out is not None:
+            listeners.append(stack.enter_context(closing(TensorBoardLog(out))))
 
-            def on_progress(step: Progress) -> None:
-                show(step)
-                if board is not None:
-                    board(step)
+        def on_progress(step: Progress) -> None:
+            for listener in listeners:
+                listener(step)
 
-            session.trainer.on_progress = on_progress
-            return session.run()
-    finally:
-        if board is not None:
-            board.close()
+        session.trainer.on_progress = on_progress
+        return session.run()
 
 
 @contextmanager

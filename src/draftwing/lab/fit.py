@@ -76,11 +76,11 @@ def trial_of(
         # A stored text is the beginning of a document, which is no question even for a chat model.
         stored = [prompt if isinstance(prompt, str) else as_put(prompt, chat) for prompt in stored]
         return FitTrial(stored, "prompts held out of its training, stored with the head")
-    shipped, source = shipped_prompts(num_prompts), "beginnings of Python files"
+    texts: Sequence[Prompt] = shipped_prompts(num_prompts)
     if chat:
-        shipped = [as_put(question, chat) for question in shipped_questions(num_prompts)]
-        source = "general questions through the chat template"
-    return FitTrial(shipped, f"{source}, for lack of prompts stored with the head")
+        texts = [as_put(question, chat) for question in shipped_questions(num_prompts)]
+    source = "general questions through the chat template" if chat else "beginnings of Python files"
+    return FitTrial(texts, f"{source}, for lack of prompts stored with the head")
 
 
 def measure_fit(lm: LM, trial: FitTrial, max_tokens: int = 48) -> Fit:

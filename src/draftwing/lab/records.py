@@ -33,13 +33,13 @@ class RecordFile:
         *self._lines, unfinished = content.split(b"\n")
         self._num_bytes = len(content) - len(unfinished)
 
-    def load(self, take: Callable[[Any], None]) -> None:
-        """Call ``take`` with every record.
+    def load(self, take: Callable[[Any], None], lines: slice = slice(None)) -> None:
+        """Call ``take`` with every record, or with those of some lines.
 
         Raises:
             CheckpointError: a line is not JSON, or ``take`` raises KeyError, TypeError or ValueError.
         """
-        for number, line in enumerate(self._lines, 1):
+        for number, line in list(enumerate(self._lines, 1))[lines]:
             try:
                 take(parse_json(line))
             except (KeyError, TypeError, ValueError) as error:

@@ -218,7 +218,7 @@ def search(
     optuna.logging.set_verbosity(logging.WARNING)
     sublayers = [(kind, layer) for kind in ("attention", "mlp") for layer in range(num_layers)]
     choice = optuna.distributions.CategoricalDistribution([False, True])  # True skips the sublayer
-    space = {f"{kind}.{layer}": choice for kind, layer in sublayers}
+    space: dict[str, Any] = {f"{kind}.{layer}": choice for kind, layer in sublayers}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # multivariate is experimental
         sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=1)
@@ -313,26 +313,27 @@ class Trials:
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], num_layers: int) -> None:
-        self._folder, self._settings, self._num_layers = folder, settings, num_layers
+        self._about, self._num_layers = dict(settings), num_layers
         self._file = RecordFile(folder / FILE, "tune")
         self.texts: list[TextIds] = []
         self.pace: Pace | None = None  # None in a new folder
         self.scores: dict[Parts, float] = {}  # tokens per second, in the order of the trials
         self.best: Trial | None = None
-        self._file.load(self._take)
+        self._file.load(self._take_first, slice(1))
+        for name, value in settings.items():
+            if self.pace is not None and self._about.get(name) != value:
+                raise ConfigError(
+                    f"{folder / FILE} holds a run with {name} {self._about.get(name)!r:.80}, and this one has "
+                    f"{value!r:.80}: choose another --out, or give the options of that run to resume it"
+                )
+        self._file.load(self._take, slice(1, None))
+
+    def _take_first(self, record: Any) -> None:
+        self._about = dict(record["about"])
+        self.texts = [TextIds(tuple(map(int, text["ids"])), int(text["prompt"])) for text in record["texts"]]
+        self.pace = Pace.from_dict(record["pace"])
 
     def _take(self, record: Any) -> None:
-        if self.pace is None:
-            about = dict(record["about"])
-            self.texts = [TextIds(tuple(map(int, text["ids"])), int(text["prompt"])) for text in record["texts"]]
-            self.pace = Pace.from_dict(record["pace"])
-            for name, value in self._settings.items():
-                if about.get(name) != value:
-                    raise ConfigError(
-                        f"{self._folder / FILE} holds a run with {name} {about.get(name)!r:.80}, and this one has "
-                        f"{value!r:.80}: choose another --out, or give the options of that run to resume it"
-                    )
-            return
         skipped = [tuple(map(int, record[name])) for name in ("skip_attention", "skip_mlp")]
         accepted, parts = tuple(map(float, record["accepted"])), Parts.without(self._num_layers, *skipped)
         trial = Trial(parts, accepted, float(record["tokens_per_s"]), int(record["depth"]))
@@ -340,14 +341,16 @@ class Trials:
         if self.best is None or trial.tokens_per_s > self.best.tokens_per_s:
             self.best = trial
 
-    def add(self, record: Mapping[str, Any]) -> None:
-        """Append a record. Raises CheckpointError if the file is not writable."""
-        self._file.append(record)
-        self._take(record)
-
     def begin(self, texts: Sequence[TextIds], pace: Pace) -> None:
-        """Write the first record."""
-        self.add({"about": self._settings, "texts": [asdict(text) for text in texts], "pace": asdict(pace)})
+        """Write the first record. Raises CheckpointError if the file is not writable."""
+        record = {"about": self._about, "texts": [asdict(text) for text in texts], "pace": asdict(pace)}
+        self._file.append(record)
+        self._take_first(record)
+
+    def add(self, trial: Trial) -> None:
+        """Append a trial. Raises CheckpointError if the file is not writable."""
+        self._file.append(trial.to_dict())
+        self._take(trial.to_dict())
 
 
 @dataclass(frozen=True)
@@ -420,7 +423,7 @@ def tune(
             on_progress(len(trials.scores), total, trials.best)
             accepted = recorded.accepted(parts)
             tokens_per_s, depth = pace.tokens_per_s(parts, accepted)
-            trials.add(Trial(parts, accepted, tokens_per_s, depth).to_dict())
+            trials.add(Trial(parts, accepted, tokens_per_s, depth))
             if trials.best is not None and trials.best.parts == parts:
                 write_best()
             return tokens_per_s

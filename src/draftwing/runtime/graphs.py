@@ -2,7 +2,7 @@
 
 A graph repeats the same kernels on the same memory, so shapes are rounded up to buckets, inputs are copied into static
 tensors, and outputs are valid until the next replay. The recorded functions are those of eager decoding; they can be
-recorded because they read nothing from the host. ``Recorder`` replays without a GPU, for tests.
+recorded because they read nothing from the host.
 
 Shape suffixes: B rows, N nodes (padded to the bucket), W entries, V vocabulary, F features.
 """
@@ -45,25 +45,6 @@ class Record(Protocol):
     num_recorded: int
 
     def __call__(self, function: Callable[[], Outputs]) -> Callable[[], Outputs]: ...
-
-
-class Recorder:
-    """Replays by running the function again, for tests. Like a graph, every replay overwrites the same outputs."""
-
-    def __init__(self) -> None:
-        self.num_recorded = self.num_replays = 0
-
-    def __call__(self, function: Callable[[], Outputs]) -> Callable[[], Outputs]:
-        self.num_recorded += 1
-        static = tuple(output.clone() for output in function())
-
-        def replay() -> Outputs:
-            self.num_replays += 1
-            for output, value in zip(static, function(), strict=True):
-                output.copy_(value)
-            return static
-
-        return replay
 
 
 class CudaRecorder:
