@@ -157,6 +157,11 @@ TEXTS = [
 ]
 
 
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+)
+
+
 def add_tokenizer(folder: Path, vocab_size: int = 300, texts: list[str] = TEXTS, **settings: Any) -> Path:
     """Put a byte-level BPE trained on a few lines into a folder; ``settings`` go into its tokenizer_config.json."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())

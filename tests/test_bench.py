@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import draftwing as dw
-from conftest import add_tokenizer, refused
+from conftest import CHAT_TEMPLATE, add_tokenizer, refused
 from draftwing.cli.main import app
 from draftwing.errors import CheckpointError, ConfigError, PromptError, UnsupportedError
 from draftwing.lab import bench, bench_results
@@ -30,9 +30,6 @@ from draftwing.lab.bench_sets import QuestionSet, find_files, read_set
 from draftwing.lm import LM
 from draftwing.loading import load_drafter
 
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
-)
 QUESTIONS = [
     {"question_id": 7, "category": "math", "turns": ["def add(a, b):", "and now sub?"]},
     {"question_id": 8, "category": "code", "turns": ["class Table:"]},
@@ -50,7 +47,7 @@ def write(file, entries):
 def chat(folder_of, tmp_path_factory):
     """A tiny model with a chat template and sampling settings."""
     folder = shutil.copytree(folder_of("llama", vocab_size=300), tmp_path_factory.mktemp("bench") / "chat")
-    add_tokenizer(folder, chat_template=TEMPLATE)
+    add_tokenizer(folder, chat_template=CHAT_TEMPLATE)
     (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6, "top_p": 0.9, "top_k": 0}')
     return folder
 

@@ -28,8 +28,7 @@ RESULTS, PAGE = "results.json", "index.html"
 @dataclasses.dataclass(frozen=True)
 class Methods(Compared):
     tree: list[str] | None = option(
-        None,
-        "Shape of drafts (see `draftwing compare --help`). Repeatable: every draft with each. [default: auto]",
+        None, "Shape of drafts (see `draftwing compare --help`). Repeatable: every draft with each. [default: auto]"
     )
     rule: str = option("match", "Acceptance rule (see `draftwing compare --help`).", expert=True)
     lossy: bool = option(False, "Allow a rule that changes the output distribution (typical).", expert=True)
@@ -64,7 +63,7 @@ class Sampled:
         "-T",
     )
     tokens: int = option(128, "Maximum number of tokens of an answer.", "--tokens", "--max-tokens", "-n")
-    seed: int = option(0, "Each question's seed is made of this one.")
+    seed: int = option(0, "Base seed, from which each question derives its own.")
 
     def to_samplings(self, folder: Path) -> list[Sampling]:
         """Return the checked parameters without duplicates; ``folder`` is the target's."""

@@ -209,13 +209,17 @@ class PredictionOptions:
         f"{NUM_FORMULAS} with --formulas]",
         min=1,
     )
-    tree: list[str] | None = option(None, f"As in compare; repeatable. [default: {' '.join(TREES)}]")
-    temperature: list[float] | None = option(None, "One of the statistics'; repeatable. [default: all]", "-T")
+    tree: list[str] | None = option(
+        None, f"Shape of drafts (see `draftwing compare --help`); repeatable. [default: {' '.join(TREES)}]"
+    )
+    temperature: list[float] | None = option(
+        None, "Temperature, of those that the statistics cover; repeatable. [default: all]", "-T"
+    )
     measure: bool = option(False, "Also decode the prompts, and show what is measured next to the forecast.")
     max_tokens: int = option(128, "Maximum number of tokens per prompt, with --measure.", "-n", min=1)
     collect: bool = option(False, "First collect the head's statistics on the prompts and store them with the head.")
-    tau_only: bool = option(False, "Load no model and measure no costs: tau from the head's folder alone.")
-    formulas: bool = option(False, "Compare the papers' formulas for chains with what is measured.")
+    tau_only: bool = option(False, "Load no model and measure no costs: predict tau alone.", expert=True)
+    formulas: bool = option(False, "Compare the papers' formulas for chains with measurements.", expert=True)
 
     def check(self) -> None:
         """Raise ConfigError if two options exclude each other."""

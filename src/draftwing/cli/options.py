@@ -227,8 +227,7 @@ class Model:
     target: str | None = option(None, _TARGET_HELP, "-t")
     dtype: str = option("float32", "float32, bfloat16, float16, float64, or auto: the checkpoint's.")
     quantize: str | None = option(
-        None,
-        "int8: a quarter of the memory, up to three times as fast on a CPU. The output is the quantized model's.",
+        None, "int8: a quarter of the memory, up to three times as fast on a CPU. The output is the quantized model's."
     )
     device: str | None = option(None, "cpu or cuda. [default: cuda if available]")
     engine: str = option("auto", "lean, transformers, or auto: lean if it supports the model.", expert=True)
@@ -263,7 +262,7 @@ class SamplingOptions:
     min_p: float = option(0.0, "Drop tokens below this share of the most probable token's probability.")
     repetition_penalty: float = option(1.0, "Divides the logits of tokens in the prompt and output.", expert=True)
     presence_penalty: float = option(0.0, "Subtracted from the logit of every generated token.", expert=True)
-    frequency_penalty: float = option(0.0, "The same, for each time it was generated.", expert=True)
+    frequency_penalty: float = option(0.0, "Subtracted from a token's logit each time it was generated.", expert=True)
     logit_bias: list[str] | None = option(None, "ID:VALUE, added to a logit (-1e20: ban); repeatable.", expert=True)
     stop: list[str] | None = option(None, "String that ends the output; repeatable.")
     max_tokens: int = option(128, "Maximum number of new tokens.", "-n")

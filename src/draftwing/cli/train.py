@@ -62,13 +62,15 @@ class Training:
 
     minutes: float | None = option(None, "Train for N minutes.")
     iterations: int | None = option(None, "Train for N updates.")
-    max_length: int = option(512, "Tokens of a window or dialogue.")
+    max_length: int = option(512, "Maximum number of tokens of a window or dialogue.")
     objective: str | None = option(None, "eagle1, hass, eagle3, tv, fkl, rkl, jsd, jsd:BETA or next-token.")
     unroll_steps: int | None = option(None, f"Steps of training-time test; modules of mtp. [default: {_STEPS}]")
     draft_vocab_size: int | None = option(None, "EAGLE-3's draft vocabulary. [default: the whole vocabulary]")
-    loss_vocab_size: int | None = option(None, "EAGLE-1, HASS: loss over the N most frequent tokens. [default: all]")
     lr: float | None = option(None, "Peak learning rate. [default: 1e-3]")
     seed: int = option(0, "Seed of the weights, the order of the data and the noise.")
+    loss_vocab_size: int | None = option(
+        None, "EAGLE-1, HASS: loss over the N most frequent tokens. [default: all]", expert=True
+    )
     tokens_per_batch: int = option(2048, "Tokens of a batch.", expert=True)
     accumulation: int = option(1, "Batches of one update.", expert=True)
     later_share: float = option(1.0, "Share of the entries in unrolled steps after the first.", expert=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jinja2 import Environment
@@ -130,30 +130,19 @@ EAGLE and Spec-Bench. In brackets: 95% bootstrap intervals over questions.</p>
 # --- plots -----------------------------------------------------------------------------------------------------------
 
 
-class Bar(NamedTuple):
-    """One bar; ``kind`` is the CSS class of its colour and shade."""
-
-    label: str
-    figure: Estimate
-    kind: str
-
-
-class Line(NamedTuple):
-    """One line through the points (1, values[0]), (2, values[1]), ..."""
-
-    label: str
-    values: Sequence[float]
-    kind: str
+# A label, figures (of a line: by depth), and the CSS classes of colour and shade.
+Bar = tuple[str, Estimate, str]
+Line = tuple[str, Sequence[float], str]
 
 
 def bars(groups: Mapping[str, Sequence[Bar]], unit: str = "") -> Markup:
     """Draw groups of horizontal bars with whiskers for the intervals, and a reference line at 1."""
     every = [bar for group in groups.values() for bar in group]
-    largest = max([1.0, *(max(bar.figure.value, bar.figure.high or 0.0) for bar in every)])
+    largest = max([1.0, *(max(figure.value, figure.high or 0.0) for _, figure, _ in every)])
     step = next(step for step in (0.1, 0.2, 0.25, 0.5, 1, 2, 5, 10, 20, 50, 1e3, 1e9) if largest / step <= 6)
     num_steps = math.ceil(largest / step - 1e-9)
     scale = _PLOT / (step * num_steps)
-    left = min(max(180.0, 12 + _LETTER * max((len(bar.label) for bar in every), default=0)), 460.0)
+    left = min(max(180.0, 12 + _LETTER * max((len(label) for label, _, _ in every), default=0)), 460.0)
     height = _TOP + sum(_ROW * (len(group) + 1) + _GAP for group in groups.values())
     parts = []
     for number in range(num_steps + 1):
@@ -164,13 +153,13 @@ def bars(groups: Mapping[str, Sequence[Bar]], unit: str = "") -> Markup:
     y = float(_TOP)
     for name, group in groups.items():
         parts.append(f'<text class="head" x="{-left:.0f}" y="{y + 12:.0f}">{escape(name)}</text>')
-        for bar in group:
+        for label, figure, kind in group:
             y += _ROW
-            figure, middle, text, right = bar.figure, y + _ROW / 2, bar.figure.text(unit), bar.figure.value * scale
+            middle, text, right = y + _ROW / 2, figure.text(unit), figure.value * scale
             parts.append(
-                f'<text class="label" x="-6" y="{middle + 4:.1f}">{escape(bar.label)}</text>'
-                f'<rect class="{bar.kind}" x="0" y="{y + 3:.1f}" width="{right:.1f}" height="{_ROW - 6}">'
-                f"<title>{escape(f'{bar.label}: {text}')}</title></rect>"
+                f'<text class="label" x="-6" y="{middle + 4:.1f}">{escape(label)}</text>'
+                f'<rect class="{kind}" x="0" y="{y + 3:.1f}" width="{right:.1f}" height="{_ROW - 6}">'
+                f"<title>{escape(f'{label}: {text}')}</title></rect>"
             )
             if figure.low is not None and figure.high is not None:
                 right = max(figure.high * scale, right)
@@ -184,7 +173,7 @@ def bars(groups: Mapping[str, Sequence[Bar]], unit: str = "") -> Markup:
 def lines(title: str, series: Sequence[Line]) -> Markup:
     """Draw shares from 0 to 1 by depth as a small plot without a legend."""
     width, height, left, top = 330, 190, 34, 24
-    bottom, depth = height - 26, max(len(line.values) for line in series)
+    bottom, depth = height - 26, max(len(values) for _, values, _ in series)
     across = (width - left - 12) / max(depth - 1, 1)
     parts = [f'<text class="head" x="0" y="12">{escape(title)}</text>']
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
@@ -193,13 +182,13 @@ def lines(title: str, series: Sequence[Line]) -> Markup:
         parts.append(f'<text class="label" x="{left - 5}" y="{y + 4:.1f}">{share:g}</text>')
     for number in range(0, depth, 1 + depth // 12):
         parts.append(f'<text class="tick" x="{left + number * across:.1f}" y="{bottom + 15}">{number + 1}</text>')
-    for line in series:
-        points = [(left + n * across, bottom - value * (bottom - top), value) for n, value in enumerate(line.values)]
+    for label, values, kind in series:
+        points = [(left + n * across, bottom - value * (bottom - top), value) for n, value in enumerate(values)]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)
-        parts.append(f'<polyline class="{line.kind}" points="{path}"><title>{escape(line.label)}</title></polyline>')
+        parts.append(f'<polyline class="{kind}" points="{path}"><title>{escape(label)}</title></polyline>')
         for x, y, value in points:
-            hint = f"<title>{escape(f'{line.label}: {value:.2f}')}</title>"
-            parts.append(f'<circle class="{line.kind}" cx="{x:.1f}" cy="{y:.1f}" r="2.6">{hint}</circle>')
+            hint = f"<title>{escape(f'{label}: {value:.2f}')}</title>"
+            parts.append(f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="2.6">{hint}</circle>')
     return _svg(width, height, parts)
 
 
@@ -225,7 +214,7 @@ def _plots(group: Group) -> list[tuple[str, Markup]]:
         drawn: dict[str, list[Bar]] = {}
         for row in rows:
             label, kind = label_and_kind(row)
-            drawn.setdefault(row.part or row.set, []).append(Bar(label, row.figures[figure], kind))
+            drawn.setdefault(row.part or row.set, []).append((label, row.figures[figure], kind))
         return bars(drawn, unit)
 
     greedy = {(row.set, row.method["key"]): row.figures["tau"].value for row in group.wholes if row.sampling == "T=0"}
@@ -236,10 +225,10 @@ def _plots(group: Group) -> list[tuple[str, Markup]]:
         base = greedy.get((row.set, row.method["key"]))
         if base is not None and row.sampling != "T=0":
             share = Estimate.of(row.figures["tau"].value / base, np.empty(0))
-            shares.setdefault(row.set, []).append(Bar(label, share, kind))
+            shares.setdefault(row.set, []).append((label, share, kind))
         alpha = [value for value, times in zip(row.alpha, row.reached, strict=True) if times >= MIN_REACHED]
         if alpha:
-            alphas.setdefault(row.set, []).append(Line(label, alpha, kind))
+            alphas.setdefault(row.set, []).append((label, alpha, kind))
     plots = [
         ("Speedup by set", plot(group.wholes, "speedup", "x")),
         ("Tau by set (tokens per target forward)", plot(group.wholes, "tau", "")),

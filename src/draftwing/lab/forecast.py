@@ -530,10 +530,7 @@ class Forecast:
 
 
 def forecast(
-    held_out: HeldOut,
-    trees: Mapping[str, Budget | None],
-    temperatures: Sequence[float],
-    costs: Costs | None = None,
+    held_out: HeldOut, trees: Mapping[str, Budget | None], temperatures: Sequence[float], costs: Costs | None = None
 ) -> list[Forecast]:
     """Forecast every tree (by name; None is the automatic budget) at every temperature.
 
