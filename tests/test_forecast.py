@@ -274,6 +274,7 @@ def test_the_command_reads_the_head_alone(shipped, tmp_path):
     table = invoke("--draft", str(folder), "--tau-only")
     assert table.exit_code == 0
     assert "dynamic:59,8,10" in table.output
+    assert "measured" not in table.output
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,10 @@ class Method:
     draft: str
     lm: LM
 
+    @property
+    def key(self) -> str:
+        return str(self.describe()["key"])
+
     def describe(self) -> dict[str, Any]:
         """Return the method's record; ``key`` is a digest of the other values."""
         drafter, budget = self.lm.drafter, self.lm.budget
@@ -318,14 +322,12 @@ class Plan:
         for name, values in (("draft", self.methods), ("question set", self.sets), ("temperature", self.samplings)):
             if not values:
                 raise ConfigError(f"bench needs at least one {name}: give one")
-        keys = set()
+        keys = [method.key for method in self.methods]
         for method in self.methods:
-            key = method.describe()["key"]
-            if key in keys:
+            if keys.count(method.key) > 1:
                 raise ConfigError(
                     f"{method.draft} with tree {method.lm.describe_budget()} is requested twice: leave one out"
                 )
-            keys.add(key)
 
     def units(self, questions: QuestionSet, sampling: Sampling) -> list[tuple[Question, list[Unit]]]:
         """Return the chosen questions of a set, each with the units of its turns."""
@@ -344,13 +346,13 @@ def run(plan: Plan, journal: Journal, on_progress: Callable[[int, int], None] = 
     plan.check()
     for questions in plan.sets:
         journal.add_set(questions)
-    methods = {record["key"]: record for record in (method.describe() for method in plan.methods)}
-    for key, record in methods.items():
-        if key not in journal.methods:
-            journal.add({"kind": "method", **record})
+    keys = {method.key for method in plan.methods}
+    for method in plan.methods:
+        if method.key not in journal.methods:
+            journal.add({"kind": "method", **method.describe()})
     passes = [(sampling, plan.units(questions, sampling)) for questions in plan.sets for sampling in plan.samplings]
     every = [unit for _, chosen in passes for _, units in chosen for unit in units]
-    todo = {unit for unit in every if unit not in journal.skipped and not journal.done(unit) >= methods.keys()}
+    todo = {unit for unit in every if unit not in journal.skipped and not journal.done(unit) >= keys}
     total = len(todo)
     for sampling, chosen in passes:
         session = _Session(plan, journal, sampling)
@@ -369,7 +371,7 @@ class _Session:
         for method in plan.methods:
             lm = method.lm
             new = type(lm)(lm.target, lm.tokenizer, lm.new_drafter, lm.rule, lm.budget, lossless=lm.lossless)
-            self._lms[method.describe()["key"]] = new
+            self._lms[method.key] = new
         self._is_warm = False
 
     def answer(self, question: Question, units: Sequence[Unit], index: int) -> Iterator[Unit]:

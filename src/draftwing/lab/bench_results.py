@@ -44,7 +44,7 @@ class ResultSample:
 
     @classmethod
     def of(cls, answers: Iterable[tuple[Any, Mapping[str, Any], Mapping[str, Any]]]) -> ResultSample:
-        """Sum (question, the method's counts, the baseline's counts) of each turn by question."""
+        """Sum (question, the method's counts, the baseline's counts) over turns."""
         sums: dict[Any, Array] = {}
         for question, counts, plain in answers:
             row = [counts[name] for name in ("tokens", "forwards", "seconds", "wall")]
@@ -54,12 +54,10 @@ class ResultSample:
 
     @property
     def rate(self) -> Array:
-        """Tokens per second of decoding with the method."""
         return self.tokens / self.seconds
 
     @property
     def plain_rate(self) -> Array:
-        """Tokens per second of the baseline."""
         return self.plain_tokens / self.plain_seconds
 
 

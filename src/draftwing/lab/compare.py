@@ -172,7 +172,7 @@ class Difference:
 
     Attributes:
         position: the number of equal tokens before it.
-        plain_token, token: of the baseline and of the speculative text; both -1 if one text ends there.
+        plain_token, token: of both texts; -1 if one of them ends there.
         margin: the baseline's perturbed score of its token minus that of the other; 0 if a text ends.
         noise: the largest change of any score when the same tokens are forwarded in other groups.
         is_tie: the margin is at most twice the noise, since each of the two scores may change by that much.
@@ -209,9 +209,7 @@ def verify(
 ) -> Verification:
     """Decode every prompt with and without drafts and compare token ids.
 
-    Args:
-        max_batch: prompts decoded speculatively at once; the baseline always runs one by one.
-        on_progress: called with (done, total) prompts.
+    ``max_batch`` prompts are decoded speculatively at once; the baseline always runs one by one.
     """
     baseline, sampling = LM(lm.target, lm.tokenizer), with_seed(sampling)
     differences, num_tokens = [], 0

@@ -25,12 +25,7 @@ from draftwing.text.grammar import GrammarLike
 def record(
     done: Generation, plain: LM | None, sampling: Sampling, grammar: GrammarLike | None = None
 ) -> dict[str, Any]:
-    """Return the values that ``--json`` prints for a generation.
-
-    Args:
-        plain: the baseline, which then decodes the prompt for comparison.
-        grammar: the constraint of the generation.
-    """
+    """Return the values that ``--json`` prints; ``plain``, the baseline, then decodes the prompt for comparison."""
     stats = done.stats
     values: dict[str, Any] = {
         "text": done.text,

@@ -62,7 +62,6 @@ class Recorded:
     Args:
         target: with unpacked weights (``prepack=False``).
         texts: from the target. They are cut to the narrowest sliding window.
-        depth: of the chains.
 
     Raises:
         ConfigError: no text has ``depth`` + 1 written tokens.
@@ -95,7 +94,6 @@ class Recorded:
         net.forward(self._ids.reshape(-1), None, self._attend)
 
     def _cis(self, places: Tensor) -> Tensor:
-        """Return (B * C, 1, rotary_dim / 2) rotary factors."""
         positions = places.repeat(self._rows)
         cis = self._net.rotary.cis(positions, torch.full_like(positions, self._longest), upto=self._longest)
         return cis.view(len(positions), 1, -1)
@@ -139,9 +137,8 @@ class Pace:
     def tokens_per_s(self, parts: Parts, accepted: Sequence[float]) -> tuple[float, int]:
         """Return tokens per second and length (at least 1) of the best chain.
 
-        Args:
-            accepted: how often the first 1, 2, ... tokens of a chain are accepted. Each further token is accepted as
-                often as the last of these, given those before it.
+        The first 1, 2, ... tokens of a chain are ``accepted`` that often, and each further one as often as the last of
+        these, given those before it.
         """
         seconds = self.base + len(parts.attention) * self.attention + len(parts.mlp) * self.mlp
         reached, tokens, chains = 1.0, 1.0, []
@@ -162,7 +159,6 @@ class Pace:
 
     @classmethod
     def from_dict(cls, values: Any) -> Pace:
-        """Read JSON values. Raises KeyError, TypeError or ValueError if they are malformed."""
         seconds = {name: float(values[name]) for name in ("start", "base", "attention", "mlp")}
         return cls(verify=tuple(map(float, values["verify"])), **seconds)
 

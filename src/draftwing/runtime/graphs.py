@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -111,7 +110,7 @@ class Recordings(Generic[T]):
 
     def __init__(self, record: Record, cache: KVCache) -> None:
         self._record, self._cache, self._data = record, cache, cache.data
-        self._by_key: OrderedDict[Hashable, Recording[T]] = OrderedDict()
+        self._by_key: dict[Hashable, Recording[T]] = {}  # the most recently used last
 
     def get(self, key: Hashable, make: Callable[[], tuple[T, Callable[[], Outputs]]]) -> Recording[T]:
         """The recording for ``key``. If there is none, ``make`` returns its inputs and function.
@@ -121,12 +120,11 @@ class Recordings(Generic[T]):
         if self._cache.data is not self._data:
             self._by_key.clear()
             self._data = self._cache.data
-        if key not in self._by_key:
-            self._by_key[key] = Recording(self._record, *make())
-            if len(self._by_key) > CAPACITY:
-                self._by_key.popitem(last=False)
-        self._by_key.move_to_end(key)
-        return self._by_key[key]
+        recording = self._by_key.pop(key, None) or Recording(self._record, *make())
+        self._by_key[key] = recording
+        if len(self._by_key) > CAPACITY:
+            del self._by_key[next(iter(self._by_key))]
+        return recording
 
 
 class Pool(Generic[T]):
