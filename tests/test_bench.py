@@ -1,5 +1,6 @@
 """The benchmark protocol: question sets, prompts of later turns, records that survive a kill, and correct figures."""
 
+import copy
 import json
 import shutil
 from dataclasses import replace
@@ -9,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import draftwing as dw
-from conftest import add_tokenizer, refused
+from conftest import CHAT_TEMPLATE, add_tokenizer, refused
 from draftwing.cli.main import app
 from draftwing.errors import CheckpointError, ConfigError, PromptError, UnsupportedError
 from draftwing.lab import bench, bench_results
@@ -29,9 +30,6 @@ from draftwing.lab.bench_sets import QuestionSet, find_files, read_set
 from draftwing.lm import LM
 from draftwing.loading import load_drafter
 
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
-)
 QUESTIONS = [
     {"question_id": 7, "category": "math", "turns": ["def add(a, b):", "and now sub?"]},
     {"question_id": 8, "category": "code", "turns": ["class Table:"]},
@@ -49,7 +47,7 @@ def write(file, entries):
 def chat(folder_of, tmp_path_factory):
     """A tiny model with a chat template and sampling settings."""
     folder = shutil.copytree(folder_of("llama", vocab_size=300), tmp_path_factory.mktemp("bench") / "chat")
-    add_tokenizer(folder, chat_template=TEMPLATE)
+    add_tokenizer(folder, chat_template=CHAT_TEMPLATE)
     (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6, "top_p": 0.9, "top_k": 0}')
     return folder
 
@@ -81,6 +79,12 @@ def measure(folder, plan):
     return read_journal(folder)
 
 
+def changed(journal, **attributes):
+    other = copy.copy(journal)
+    vars(other).update(attributes)
+    return other
+
+
 def records(folder):
     """The records without measured times."""
 
@@ -110,8 +114,8 @@ def test_every_form_of_a_question(tmp_path):
         {"article": "News.", "highlights": "N.", "id": "ab"},
         {"messages": dialogue},
     ]
-    found = read_set("mixed", write(tmp_path / "mixed.jsonl", entries)).questions
-    assert [(question.id, question.turns) for question in found] == [
+    questions = read_set("mixed", write(tmp_path / "mixed.jsonl", entries)).questions
+    assert [(question.id, question.turns) for question in questions] == [
         ("5", ("one", "two")),
         ("HumanEval/0", ("def f():",)),
         ("3", ("How many?",)),
@@ -119,9 +123,9 @@ def test_every_form_of_a_question(tmp_path):
         ("ab", ("Summarize: News.",)),
         ("6", ("Hi", "And?")),
     ]
-    assert found[0].categories == ("qa",)
+    assert questions[0].categories == ("qa",)
     dialogue[2]["content"] = "Hello."
-    assert found[5].messages(["Hello."]) == dialogue
+    assert questions[5].messages(["Hello."]) == dialogue
 
 
 def test_a_few_questions_are_spread_over_categories(tmp_path):
@@ -190,12 +194,18 @@ ANSWERS = [  # question, with drafts, baseline; the first question has two turns
 
 
 def test_figures_by_hand():
-    found = estimate(ResultSample.of(ANSWERS), "seed")
-    assert found["tau"].value == pytest.approx(42 / 16)
     # Question a: 30 tokens in 4 s against 6 s, question b: 12 in 1 s against 1 s.
-    assert found["speedup"].value == pytest.approx((6 / 4 + 1) / 2)
-    assert found["speedup_ratio_of_means"].value == pytest.approx((30 / 4 + 12) / (30 / 6 + 12))
-    assert found["speedup_with_prompt"].value == pytest.approx((30 / 6 + 12 / 1.5) / (30 / 8 + 12 / 1.5))
+    assert {name: figure.value for name, figure in estimate(ResultSample.of(ANSWERS), "seed").items()} == {
+        "tau": pytest.approx(42 / 16),
+        "speedup": pytest.approx((6 / 4 + 1) / 2),
+        "speedup_ratio_of_means": pytest.approx((30 / 4 + 12) / (30 / 6 + 12)),
+        "speedup_with_prompt": pytest.approx((30 / 6 + 12 / 1.5) / (30 / 8 + 12 / 1.5)),
+    }
+    one = estimate(ResultSample.of(ANSWERS[:2]), "seed")["tau"]  # of one question, which has no interval
+    assert (one.to_dict(), one.text()) == ({"value": 3.0, "low": None, "high": None}, "3.00")
+    other = Estimate.of(2.0, np.array([1.0, 3.0]))
+    assert other.text("x") == "2.00x [1.05-2.95]"
+    assert mean_estimate([one, other]).to_dict() == {"value": 2.5, "low": None, "high": None}
     alpha, reached = alpha_of([answer for _, answer, _ in ANSWERS])
     assert alpha == pytest.approx([12 / 16, 6 / 9, 1.0])
     assert reached == [16, 9, 5]
@@ -232,13 +242,6 @@ def test_intervals_cover_the_true_value(monkeypatch):
     assert 0.90 <= covered / 300 <= 0.98
 
 
-def test_one_question_has_no_interval():
-    found = estimate(ResultSample.of(ANSWERS[:2]), "seed")
-    assert found["tau"].to_dict() == {"value": 3.0, "low": None, "high": None}
-    mean = mean_estimate([found["tau"], Estimate.of(2.0, np.array([1.0, 3.0]))])
-    assert mean.to_dict() == {"value": 2.5, "low": None, "high": None}
-
-
 # --- the protocol ----------------------------------------------------------------------------------------------------
 
 
@@ -255,24 +258,20 @@ def decoded(monkeypatch):
     return calls
 
 
-def test_a_later_turn_follows_the_baselines_answer(plain, questions, tmp_path, decoded):
-    journal = measure(tmp_path, plan(plain, questions, limit=1))
+def test_a_later_turn_follows_the_baselines_answer_and_methods_take_turns(plain, questions, tmp_path, decoded):
+    journal = measure(tmp_path, plan(plain, questions))
+    order = [name for name, _ in decoded[2:]]  # without the warm-up
+    assert order[::2] == ["lookup", "none", "none", "lookup"]
+    assert sorted(order) == ["lookup"] * 4 + ["none"] * 4
     first, second = (journal.answers["tiny", 0, turn, "T=0"][0] for turn in (1, 2))
     answer = first["plain"]["text"]
     assert answer
     prompt = f"<user>def add(a, b):<assistant>{answer}<user>and now sub?<bot>"
     expected = plain.tokenizer.fast.encode(prompt, add_special_tokens=False).ids
-    assert [prompt for _, prompt in decoded[-2:]] == [expected, expected]
+    assert [prompt for _, prompt in decoded].count(expected) == 2
     assert second["prompt_tokens"] == len(expected)
     assert [first["methods"][key]["identical"] for key in journal.methods] == [True]
     assert second["plain"]["text"] == plain.generate([expected], max_tokens=8)[0].text
-
-
-def test_methods_take_turns_at_going_first(plain, questions, tmp_path, decoded):
-    measure(tmp_path, plan(plain, questions))
-    order = [name for name, _ in decoded[2:]]  # without the warm-up
-    assert order[::2] == ["lookup", "none", "none", "lookup"]
-    assert sorted(order) == ["lookup"] * 4 + ["none"] * 4
 
 
 class Wrong(LM):
@@ -371,20 +370,20 @@ def test_different_settings_are_never_mixed(plain, questions, tmp_path):
     assert [row.method["budget"] for row in groups[0].wholes] == ["chain:3", "chain:2"]
     machine = {**one.settings["machine"], "cpu": "another"}
     for change, num_groups in (({"machine": machine}, 2), ({"target": "the same by another name"}, 1)):
-        assert len(gather([one, replace(one, settings={**one.settings, **change})])) == num_groups
+        assert len(gather([one, changed(one, settings={**one.settings, **change})])) == num_groups
     for change, message in (
         ({"machine": machine}, "with cpu 'another'"),
         ({"target": "x", "target_identity": "0"}, "with target 'x'"),
         ({"target_identity": "0"}, "with target identity '0'"),
     ):
         with refused(ConfigError, message):
-            replace(one, settings={**one.settings, **change}).begin(one.settings)
+            changed(one, settings={**one.settings, **change}).begin(one.settings)
 
 
 def test_two_heads_with_one_name_are_distinguished(plain, questions, tmp_path):
     journal = measure(tmp_path, plan(plain, questions, limit=1))
     (recorded,) = journal.methods.values()
-    other = replace(journal, methods={"k": {**recorded, "key": "k", "identity": "f00dfeed"}}, answers={})
+    other = changed(journal, methods={"k": {**recorded, "key": "k", "identity": "f00dfeed"}}, answers={})
     for unit, (record,) in journal.answers.items():
         (counts,) = record["methods"].values()
         other.answers[unit] = [{**record, "methods": {"k": counts}}]
@@ -393,19 +392,15 @@ def test_two_heads_with_one_name_are_distinguished(plain, questions, tmp_path):
     assert names == {f"lookup ({recorded['identity'][:6]})", "lookup (f00dfe)"}
 
 
-def test_the_mean_weights_sets_equally(plain, questions, tmp_path):
+def test_parts_of_a_set_and_the_mean_of_sets(plain, questions, tmp_path):
     other = QuestionSet("other", "other.jsonl", read_set("other", questions).questions[1:2])
-    sets = [read_set("tiny", questions), other]
-    journal = measure(tmp_path, replace(plan(plain, questions), sets=sets))
-    one, two, mean = gather([journal])[0].wholes
+    journal = measure(tmp_path, replace(plan(plain, questions), sets=[read_set("tiny", questions), other]))
+    (group,) = gather([journal])
+    one, two, mean = group.wholes
     assert mean.set == "mean of sets"
     assert mean.figures["tau"].value == pytest.approx((one.figures["tau"].value + two.figures["tau"].value) / 2)
     assert (mean.num_answers, one.num_answers, two.num_answers) == (5, 4, 1)
-
-
-def test_parts_of_a_set(plain, questions, tmp_path):
-    (group,) = gather([measure(tmp_path, plan(plain, questions))])
-    assert {row.part: (row.num_questions, row.num_answers) for row in group.rows} == {
+    assert {row.part: (row.num_questions, row.num_answers) for row in group.rows if row.set == "tiny"} == {
         "": (3, 4),
         "turn 1": (3, 3),
         "turn 2": (1, 1),
@@ -464,9 +459,16 @@ def test_invalid_plans(plain, questions):
 
 
 def test_malformed_records(tmp_path):
-    (tmp_path / FILE).write_text('{"kind": "settings"}\n{"kind": "other"}\n')
-    with refused(CheckpointError, "line 2: not a record of draftwing bench", "unknown kind"):
-        read_journal(tmp_path)
+    settings = '{"kind": "settings", "target": "t"}\n'
+    for content, *parts in (
+        (settings + '{"kind": "other"}\n', "line 2: not a record of draftwing bench", "unknown kind 'other'"),
+        (settings + "nothing\n", "line 2: not a record of draftwing bench", "delete the line"),
+        ('{"kind": "set", "name": "x"}\n', "line 1", "the settings must be first"),
+        ("", "no results of draftwing bench in this folder"),
+    ):
+        (tmp_path / FILE).write_text(content)
+        with refused(CheckpointError, *parts):
+            read_journal(tmp_path)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

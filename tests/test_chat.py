@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 import draftwing as dw
-from conftest import add_tokenizer, refused
+from conftest import CHAT_TEMPLATE, add_tokenizer, refused
 from draftwing.cli import chat as module
 from draftwing.cli import main as cli
 from draftwing.cli import screen as console
@@ -25,9 +25,6 @@ from draftwing.errors import CheckpointError, PromptError
 from draftwing.models import resolve
 from draftwing.models.catalogue import CATALOGUE
 
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
-)
 QUESTIONS = ["def add(a, b):", "for row in rows:"]
 LENGTH = 20
 
@@ -41,7 +38,7 @@ def bare(folder_of, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def target(bare, tmp_path_factory):
-    return add_tokenizer(shutil.copytree(bare, tmp_path_factory.mktemp("chat") / "target"), chat_template=TEMPLATE)
+    return add_tokenizer(shutil.copytree(bare, tmp_path_factory.mktemp("chat") / "target"), chat_template=CHAT_TEMPLATE)
 
 
 def plain_answers(target, questions, system=None, **options):

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 import draftwing as dw
-from conftest import TEXTS, add_tokenizer
+from conftest import CHAT_TEMPLATE, TEXTS, add_tokenizer
 from draftwing.cli import main as cli
 from draftwing.cli import progress
 from draftwing.cli import screen as console
@@ -26,9 +26,6 @@ from draftwing.lab import compare as compare_module
 from draftwing.train.trainer import Progress as TrainProgress
 
 PROMPT = TEXTS[0]
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +155,7 @@ def test_chat_templates(target, tmp_path):
     record = {"messages": [{"role": role, "content": content} for role, content in messages]}
     (tmp_path / "p.jsonl").write_text(f"{json.dumps({'question': PROMPT})}\n{json.dumps(record)}")
     template = shutil.copytree(target, tmp_path / "chat")
-    add_tokenizer(template, chat_template=TEMPLATE)
+    add_tokenizer(template, chat_template=CHAT_TEMPLATE)
     plain = [PROMPT, "add\n\nb\n\nc"]
     wrapped = [f"<user>{PROMPT}<bot>", "<user>add<assistant>b<user>c<bot>"]
     lm = dw.load(target, draft="none")

@@ -24,14 +24,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
-from conftest import build, float64_norms
+from conftest import Recorder, build, float64_norms
 from draftwing.decode import Decoder
 from draftwing.methods.base import EAGLE_TREE, Budget
 from draftwing.methods.net_drafter import EagleDrafter
 from draftwing.models.context import FeatureSpec
 from draftwing.models.lean import LeanTarget
 from draftwing.runtime import graphs
-from draftwing.runtime.graphs import NODE_BUCKETS, CudaRecorder, Pool, RecordedRunner, Recorder, round_up_to
+from draftwing.runtime.graphs import NODE_BUCKETS, CudaRecorder, Pool, RecordedRunner, round_up_to
 from draftwing.sampling import Sampling
 from draftwing.tree import PAD, DraftTree
 from test_exact import BATCHES, DRAFTERS, MAX_TOKENS, PROMPTS, Lab, run
@@ -189,12 +189,9 @@ def test_the_same_numbers_as_eagerly(nodes, dtype, folder_of):
         assert torch.allclose(eager.double(), ours.double(), rtol=tolerance, atol=tolerance)
 
 
-def test_nodes_go_into_buckets():
+def test_experts_and_dynamic_rotation_run_eagerly_and_nodes_go_into_buckets(folder_of):
     sizes = [round_up_to(NODE_BUCKETS, count) for count in (1, 2, 3, 5, 9, 61, 64, 65, 129)]
     assert sizes == [1, 2, 4, 8, 16, 64, 64, 128, 192]
-
-
-def test_experts_and_dynamic_rotation_run_eagerly(folder_of):
     for changes in ({}, {"rope_parameters": ROPES["dynamic"]}):
         target = LeanTarget.from_folder(folder_of("llama" if changes else "mixtral", **changes), torch.float64)
         target.use_graphs(Recorder())

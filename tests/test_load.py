@@ -9,16 +9,13 @@ import pytest
 import torch
 
 import draftwing as dw
-from conftest import add_tokenizer, build, float64_norms
+from conftest import CHAT_TEMPLATE, add_tokenizer, build, float64_norms
 from draftwing.errors import DraftwingWarning
 from draftwing.models.adapter import AdapterTarget
 from draftwing.models.lean import LeanTarget
 from test_adapter import make
 
 PROMPTS = ["def add(a, b):", "class Table:\n    def", "for row in rows: print(row)\nfor row in", "é", "x"]
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
-)
 DRAFTS = ("none", "lookup", "itself", "other")
 
 
@@ -123,9 +120,9 @@ def test_prompts_as_text_ids_and_arrays(lm):
 def test_messages_go_through_the_chat_template(place, folders, tmp_path):
     folder = shutil.copytree(folders["llama"], tmp_path / "chat")
     if place == "tokenizer_config.json":
-        add_tokenizer(folder, chat_template=TEMPLATE)
+        add_tokenizer(folder, chat_template=CHAT_TEMPLATE)
     else:
-        (folder / place).write_text(TEMPLATE)
+        (folder / place).write_text(CHAT_TEMPLATE)
     loaded = dw.load(folder, dtype="float64", device="cpu")
     messages = [{"role": "system", "content": "row"}, {"role": "user", "content": "print"}]
     written = loaded.tokenizer.fast.encode("<system>row<user>print<bot>", add_special_tokens=False).ids

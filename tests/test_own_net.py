@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from conftest import refused
+from conftest import Recorder, refused
 from draftwing.cli import main as cli
 from draftwing.cpu.library import get_kernel
 from draftwing.cpu.noise import noise_of
@@ -38,7 +38,7 @@ from draftwing.methods.registry import (
 )
 from draftwing.models.layers import concat
 from draftwing.runtime.forward import Entries, TorchRuntime
-from draftwing.runtime.graphs import GraphRuntime, Recorder
+from draftwing.runtime.graphs import GraphRuntime
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.train.loss import UnrolledLoss

@@ -10,12 +10,11 @@ import pytest
 import torch
 
 import draftwing as dw
-from conftest import SMALL
+from conftest import SMALL, Recorder
 from draftwing.decode import Decoder
 from draftwing.engine import Engine
 from draftwing.models.lean import LeanTarget
 from draftwing.models.paged import PAGE, PageTable, Prefixes
-from draftwing.runtime.graphs import Recorder
 from draftwing.sampling import Sampling
 from test_exact import DRAFTERS, FUSED, Lab
 

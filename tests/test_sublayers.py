@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conftest import build, refused
+from conftest import Recorder, build, refused
 from draftwing.cli.options import default_drafts, drafts_without_path
 from draftwing.cpu.noise import noise_of
 from draftwing.decode import Decoder
@@ -24,7 +24,7 @@ from draftwing.models.adapter import CACHES, AdapterTarget
 from draftwing.models.lean import LeanTarget
 from draftwing.models.subnet import Parts, SubNet, runner_over
 from draftwing.runtime.forward import Entries
-from draftwing.runtime.graphs import GraphRuntime, Recorder
+from draftwing.runtime.graphs import GraphRuntime
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.stats import Stats
 from draftwing.tree import DraftTree

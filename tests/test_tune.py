@@ -19,20 +19,7 @@ from draftwing.cpu.noise import noise_of
 from draftwing.decode import Decoder
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
 from draftwing.formats.identity import target_id
-from draftwing.lab.tune import (
-    DEPTH,
-    FILE,
-    Basis,
-    Pace,
-    Recorded,
-    TextIds,
-    TunePlan,
-    exits,
-    measure_pace,
-    search,
-    starts,
-    tune,
-)
+from draftwing.lab.tune import DEPTH, FILE, Pace, Recorded, TextIds, measure_pace, search, starts, tune
 from draftwing.loading import load, load_target
 from draftwing.methods.base import Budget
 from draftwing.methods.layer_skip import LayerSet, LayerSkipDrafter
@@ -122,12 +109,10 @@ def test_tokens_a_second_of_the_best_chain():
 
 
 def test_a_pace_is_measured(folder):
-    seen = []
-    found = measure_pace(load_target(folder), lambda done, total: seen.append((done, total)))
+    found = measure_pace(load_target(folder))
     assert min(found.attention, found.mlp, found.base, found.start) >= 0
     assert found.attention + found.mlp + found.base > 0
     assert list(found.verify) == sorted(found.verify)
-    assert seen == [(0, 3), (1, 3), (2, 3), (3, 3)]
 
 
 # --- the search ------------------------------------------------------------------------------------------------------
@@ -136,39 +121,30 @@ def test_a_pace_is_measured(folder):
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_planted_set_is_found(seed):
     """Twelve sublayers, of which five can be spared: each costs time, and the others cost acceptance, two together."""
-    best = Parts.without(6, (1, 3), (0, 3, 4))
-    asked = []
+    best, tried = Parts.without(6, (1, 3), (0, 3, 4)), []
 
     def worth(parts):
-        asked.append(parts)
+        tried.append(parts)
         missed = len(set(parts.skipped_attention) - {1, 3}) + 2 * len(set(parts.skipped_mlp) - {0, 3, 4})
         passes = 12 - len(parts.skipped_attention) - len(parts.skipped_mlp)
         return 0.7**missed / (2 + 0.3 * passes) + (0.02 if {1} <= set(parts.skipped_attention) else 0)
 
     assert search(6, worth, 150, seed) == best
-    assert len(asked) == len(set(asked)) == 150
+    assert len(tried) == len(set(tried)) == 150
     chance = random.Random(seed)
     drawn = {Parts.without(6, *(tuple(x for x in range(6) if chance.random() < 0.5) for _ in "ab")) for _ in range(150)}
-    assert best not in drawn  # of as many drawn at random it would not have been one
+    assert best not in drawn  # random search would have missed it
 
 
-def test_a_small_space_is_tried_whole():
-    asked = []
-    found = search(1, lambda parts: asked.append(parts) or len(parts.mlp) - len(parts.attention), 100)
-    assert len(set(asked)) == len(asked) == 4
-    assert found == Parts(1, (), (0,))
-
-
-def test_known_sets_are_not_tried_again():
-    known = dict.fromkeys(starts(4), 0.1)
-    asked = []
-    search(4, lambda parts: asked.append(parts) or 0.0, len(known) + 9, 0, known)
-    assert len(asked) == 9
-    assert not set(asked) & set(known)
-
-
-def test_exits_are_all_but_the_whole():
-    assert [str(each) for each in exits(3)] == ["the first 1 of 3 layers", "the first 2 of 3 layers"]
+def test_every_set_of_a_small_space_is_tried_once():
+    tried = []
+    best = search(1, lambda parts: tried.append(parts) or len(parts.mlp) - len(parts.attention), 100)
+    assert len(set(tried)) == len(tried) == 4
+    assert best == Parts(1, (), (0,))
+    earlier, tried = dict.fromkeys(starts(4), 0.1), []
+    search(4, lambda parts: tried.append(parts) or 0.0, len(earlier) + 9, 0, earlier)
+    assert len(tried) == 9
+    assert not set(tried) & set(earlier)
 
 
 def test_without_optuna(monkeypatch):
@@ -181,33 +157,29 @@ def test_without_optuna(monkeypatch):
 
 
 class Run:
-    """A run in a folder with a given pace."""
+    """A run in a folder with a given pace; ``stop_after`` trials it is interrupted."""
 
-    def __init__(self, out, plain, texts, **changes):
-        self.plan = TunePlan(out, target_id(plain), 24, **changes)
-        self.plain, self.texts, self.seen, self.bases = plain, texts, [], 0
-        self.stop_after = 10**9
+    def __init__(self, out, plain, texts, stop_after=None, **options):
+        self.out, self.plain, self.texts, self.stop_after = out, plain, texts, stop_after
+        self.options, self.progress, self.num_measured = options, [], 0
 
-    def basis(self):
-        self.bases += 1
-        return Basis(tuple(self.texts), PACE)
+    def measure(self):
+        self.num_measured += 1
+        return self.texts, PACE
 
     def __call__(self):
         def on_progress(done, total, best):
-            self.seen.append((done, total))
-            if done == self.stop_after:
-                self.stop_after = -1
+            self.progress.append((done, total))
+            if done == self.stop_after and len(self.progress) == done + 1:
                 raise KeyboardInterrupt
 
-        return tune(self.plan, self.basis, lambda: self.plain, on_progress)
+        options = {"num_trials": 24, **self.options, "on_progress": on_progress}
+        return tune(self.out, target_id(self.plain), self.measure, lambda: self.plain, **options)
 
 
 def sets_of(out):
-    return [
-        (line["skip_attention"], line["skip_mlp"])
-        for line in map(json.loads, (out / FILE).open())
-        if "about" not in line
-    ]
+    lines = (out / FILE).read_text().split("\n")[1:-1]  # without the settings and an unfinished line
+    return [(line["skip_attention"], line["skip_mlp"]) for line in map(json.loads, lines)]
 
 
 def test_a_run_writes_the_best_set(plain, texts, tmp_path):
@@ -219,10 +191,10 @@ def test_a_run_writes_the_best_set(plain, texts, tmp_path):
     assert (found.finished, found.num_trials, len(set(tried))) == (True, 24, 24)
     assert found.best.tokens_per_s == max(speeds)
     assert LayerSet.read(tmp_path / "out").parts == found.best.parts == tried[speeds.index(max(speeds))]
-    assert run.seen[-1] == (24, 24)
+    assert run.progress[-1] == (24, 24)
     again = Run(tmp_path / "out", plain, texts)  # nothing is left to do
     assert again().best == found.best
-    assert again.bases == 0
+    assert again.num_measured == 0
 
 
 @pytest.mark.parametrize("cut", [b"", b'{"skip_attention": [0', b"{"])
@@ -230,8 +202,7 @@ def test_a_stopped_run_resumes(cut, plain, texts, tmp_path):
     """After Ctrl-C, and after a kill in the middle of a line: the same sets as in one go, each tried once."""
     whole = Run(tmp_path / "whole", plain, texts)
     whole()
-    first = Run(tmp_path / "parts", plain, texts)
-    first.stop_after = 7
+    first = Run(tmp_path / "parts", plain, texts, 7)
     found = first()
     assert (found.finished, found.num_trials) == (False, 7)
     assert LayerSet.read(tmp_path / "parts").parts == found.best.parts
@@ -239,25 +210,21 @@ def test_a_stopped_run_resumes(cut, plain, texts, tmp_path):
         file.write(cut)
     second = Run(tmp_path / "parts", plain, texts)
     assert second().finished
-    assert (first.bases, second.bases) == (1, 0)
-    assert second.seen[0] == (7, 24)
+    assert (first.num_measured, second.num_measured) == (1, 0)
+    assert second.progress[0] == (7, 24)
     assert len(set(map(str, sets_of(tmp_path / "parts")))) == 24
     assert sets_of(tmp_path / "parts")[:15] == sets_of(tmp_path / "whole")[:15]
 
 
-def test_ctrl_c_before_any_set(plain, texts, tmp_path):
-    run = Run(tmp_path / "out", plain, texts)
-    run.stop_after = 0
-    with pytest.raises(KeyboardInterrupt):
-        run()
-    assert not (tmp_path / "out" / "config.json").exists()
-
-
-def test_early_exits_alone(plain, texts, tmp_path, monkeypatch):
+def test_early_exits_alone_after_ctrl_c_before_any_set(plain, texts, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(KeyboardInterrupt):
+        Run(tmp_path / "out", plain, texts, 0, only_exits=True)()
+    assert not (tmp_path / "out" / "config.json").exists()
     found = Run(tmp_path / "out", plain, texts, only_exits=True)()
     assert found.num_trials == 2
-    assert found.best.parts in exits(3)
+    assert sets_of(tmp_path / "out") == [([1, 2], [1, 2]), ([2], [2])]
+    assert found.best.parts in (Parts.first(3, 1), Parts.first(3, 2))
 
 
 def test_files_of_another_run(plain, texts, tmp_path):
@@ -275,8 +242,8 @@ def test_files_of_another_run(plain, texts, tmp_path):
 
 def test_a_full_disk(plain, texts, tmp_path, monkeypatch):
     """In the middle of a line: the file keeps whole lines, and the run resumes when there is room."""
-    run, room = Run(tmp_path / "out", plain, texts), [3]
-    run()
+    room = [3]
+    Run(tmp_path / "out", plain, texts)()
     whole = sets_of(tmp_path / "out")
     opened = Path.open
 
@@ -306,7 +273,7 @@ def test_a_full_disk(plain, texts, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", limited)
-        with refused(CheckpointError, FILE, "cannot be written to", "the disk is full", "earlier trials are kept"):
+        with refused(CheckpointError, FILE, "cannot be written to", "the disk is full", "earlier records are kept"):
             Run(tmp_path / "full", plain, texts)()
     assert sets_of(tmp_path / "full") == whole[:2]
     assert Run(tmp_path / "full", plain, texts)().num_trials == 24
@@ -339,9 +306,3 @@ def test_the_command(chatty, tmp_path):
     options = {"max_tokens": 12, "ignore_eos": True, "temperature": 1.0, "seed": 5}
     texts = [load(chatty, draft, budget=Budget(3)).generate("def", **options)[0].text for draft in ("none", out)]
     assert texts[0] == texts[1]
-
-
-def test_help_has_examples():
-    shown = CliRunner().invoke(cli.app, ["tune", "layers", "--help"], env={"COLUMNS": "200"})
-    assert "draftwing tune layers --target path/or/hub-id --data held-out.jsonl --out my-layers" in shown.output
-    assert CliRunner().invoke(cli.app, ["tune", "layers"]).exit_code == 2

@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from draftwing.cli import screen
 from draftwing.cli.options import JSON, Compared, Drafting, Model, argument, default_drafts, option, with_options
 from draftwing.cli.progress import progress
-from draftwing.cli.screen import format_alpha, format_pairs, new_console, new_table, print_line, printable
+from draftwing.cli.screen import format_pairs, new_console, print_line
 from draftwing.errors import ConfigError
 
 if TYPE_CHECKING:
     from draftwing.lab.bench import Journal, Method
-    from draftwing.lab.bench_results import Estimate, Group, ResultRow
+    from draftwing.lab.bench_results import Group, ResultRow
     from draftwing.lm import LM
     from draftwing.sampling import Sampling
 
@@ -29,8 +28,7 @@ RESULTS, PAGE = "results.json", "index.html"
 @dataclasses.dataclass(frozen=True)
 class Methods(Compared):
     tree: list[str] | None = option(
-        None,
-        "Shape of drafts (see `draftwing compare --help`). Repeatable: every draft with each. [default: auto]",
+        None, "Shape of drafts (see `draftwing compare --help`). Repeatable: every draft with each. [default: auto]"
     )
     rule: str = option("match", "Acceptance rule (see `draftwing compare --help`).", expert=True)
     lossy: bool = option(False, "Allow a rule that changes the output distribution (typical).", expert=True)
@@ -65,15 +63,15 @@ class Sampled:
         "-T",
     )
     tokens: int = option(128, "Maximum number of tokens of an answer.", "--tokens", "--max-tokens", "-n")
-    seed: int = option(0, "Each question's seed is made of this one.")
+    seed: int = option(0, "Base seed, from which each question derives its own.")
 
     def to_samplings(self, folder: Path) -> list[Sampling]:
         """Return the checked parameters without duplicates; ``folder`` is the target's."""
         from draftwing.lab.bench import name_of_sampling, parse_sampling
 
-        parsed = [parse_sampling(each, folder) for each in self.temperature or ("0", "1")]
-        samplings = [dataclasses.replace(each, max_tokens=self.tokens, seed=self.seed) for each in parsed]
-        return list({name_of_sampling(each): each for each in samplings}.values())
+        parsed = [parse_sampling(text, folder) for text in self.temperature or ("0", "1")]
+        samplings = [dataclasses.replace(one, max_tokens=self.tokens, seed=self.seed) for one in parsed]
+        return list({name_of_sampling(one): one for one in samplings}.values())
 
 
 @with_options
@@ -108,7 +106,11 @@ def bench(
     - `draftwing bench --report results --report other/results --out both`
     """
     if report:
-        groups = _report([*report, *map(Path, files or ())], out, as_json=as_json)
+        from draftwing.lab.bench import read_journal
+
+        folders = list(dict.fromkeys([*report, *map(Path, files or ())]))
+        journals = [read_journal(folder) for folder in folders]
+        groups = _write(journals, folders[0] if out is None and len(folders) == 1 else out, as_json=as_json)
     elif out is None:
         raise ConfigError("bench keeps what it measures in a folder: give --out, such as --out results")
     else:
@@ -131,22 +133,8 @@ def bench(
                 screen.line(f"interrupted: finished answers are in {out}, the same command continues", "yellow")
                 raise typer.Exit(130) from None
             groups = _write([journal], out, as_json=as_json)
-    if not all(each.keeps_promises for each in groups):
+    if not all(group.keeps_promises for group in groups):
         raise typer.Exit(1)
-
-
-def _report(folders: Sequence[Path], out: Path | None, *, as_json: bool) -> list[Group]:
-    from draftwing.lab.bench import read_journal
-
-    journals = [read_journal(folder) for folder in dict.fromkeys(folders)]
-    if out is None and len(folders) == 1:
-        out = folders[0]
-    if out is not None:
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--out {out}: cannot be made ({error}): give another folder") from error
-    return _write(journals, out, as_json=as_json)
 
 
 def _write(journals: Sequence[Journal], out: Path | None, *, as_json: bool) -> list[Group]:
@@ -155,8 +143,12 @@ def _write(journals: Sequence[Journal], out: Path | None, *, as_json: bool) -> l
     from draftwing.lab.bench_results import gather, to_dict
     from draftwing.storage import write_text
 
-    groups = gather([each for each in journals if each.answers or each.skipped])
+    groups = gather([journal for journal in journals if journal.answers or journal.skipped])
     if out is not None and groups:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--out {out}: cannot be made ({error}): give another folder") from error
         write_text(out / RESULTS, screen.to_json(to_dict(groups)) + "\n")
         write_text(out / PAGE, render(groups))
     if as_json:
@@ -174,8 +166,14 @@ def _write(journals: Sequence[Journal], out: Path | None, *, as_json: bool) -> l
 
 
 _NUM_NAMED = 5  # skipped turns and differing texts in the terminal; the page has all
-_NUM_DEPTHS = 3  # depths of alpha in the terminal; the page and the JSON have more
-_WIDE, _MIDDLE = 155, 110  # terminal columns of the whole table, and of one without derived figures
+# Figures by the terminal's width.
+_LAYOUTS = {
+    155: ">n: {n} | >tau: {tau} | >speedup: {speedup} | >of means: {of means} | >with prompt: {with prompt} | "
+    ">tokens/s: {tokens/s} | >plain: {plain} | alpha by depth: {alpha by depth} | identical: {identical}",
+    110: ">n: {n} | >tau: {tau} | >speedup: {speedup} | >tokens/s: {tokens/s} | >plain: {plain} | "
+    "identical: {identical}",
+    0: ">n: {n} | >tau: {tau} | >speedup: {speedup} | identical: {identical}",
+}
 
 
 def _print_group(group: Group) -> None:
@@ -183,13 +181,13 @@ def _print_group(group: Group) -> None:
     weights = "" if settings["quantize"] == "none" else f", {settings['quantize']}"
     title = f"{settings['target']}, {settings['dtype']}{weights}, {settings['tokens']} tokens, batch 1"
     print_line(f"\n{title}", "bold")
-    new_console().print(_table(group.wholes, new_console().width))
+    _print_rows(group.wholes, new_console().width)
     if group.parts:
         print_line("by turn and category")
-        new_console().print(_table(group.parts, min(new_console().width - 18, _WIDE - 1), parts=True))
+        _print_rows(group.parts, new_console().width - 18)
     print_line(
         "n: questions; speedup: mean of the ratios to plain decoding, question by question, with a 95% interval; "
-        "of means: ratio of mean tokens/s; prompt: including the prompt's prefill in both times"
+        "of means: ratio of mean tokens/s; with prompt: including the prompt's prefill in both times"
     )
     machine = settings.pop("machine")
     settings.pop("target_identity", None)
@@ -202,7 +200,7 @@ def _print_group(group: Group) -> None:
             "yellow",
         )
     if len(group.skipped) > _NUM_NAMED:
-        print_line(f"in all, {len(group.skipped):,} turns were skipped for want of room", "yellow")
+        print_line(f"in all, {len(group.skipped):,} turns were skipped because they do not fit", "yellow")
     for answer in group.differences[:_NUM_NAMED]:
         is_promised = answer["promise"] != "law"
         meaning = "NOT plain decoding's text" if is_promised else "the same distribution, not the same text"
@@ -216,44 +214,14 @@ def _place(answer: Mapping[str, Any]) -> str:
     return f"{answer['set']}, question {answer['id']}, turn {answer['turn']}, {answer['sampling']}"
 
 
-def _table(rows: Sequence[ResultRow], width: int, *, parts: bool = False) -> Table:
-    figures: tuple[str, ...] = ("n", "tau", "speedup", "identical")
-    if width >= _WIDE:
-        figures = ("n", "tau", "speedup", "of means", "prompt", "tokens/s", "plain", "alpha by depth", "identical")
-    elif width >= _MIDDLE:
-        figures = ("n", "tau", "speedup", "tokens/s", "plain", "identical")
-    table = new_table("set", *(("part",) if parts else ()), "sampling", "draft", "tree")
-    for name in figures:
-        is_text = name in ("alpha by depth", "identical")
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
+def _print_rows(rows: Sequence[ResultRow], room: int) -> None:
+    records: list[dict[str, str | Text]] = []
     for row in rows:
-        cells = _cells(row)
-        part = (Text(printable(row.part)),) if parts else ()
-        rule = "" if row.method["rule"] == "match" else f" ({row.method['rule']})"
-        names = (Text(printable(row.set)), *part, row.sampling, Text(printable(row.method["draft"]) + rule))
-        style = "bold" if row.set == "mean of sets" else ""
-        table.add_row(*names, row.method["budget"], *(cells[name] for name in figures), style=style)
-    return table
-
-
-def _cells(row: ResultRow) -> dict[str, str | Text]:
-    more = " ..." if len(row.alpha) > _NUM_DEPTHS else ""
-    identical = f"{row.num_identical} of {row.num_answers}"
-    style = "green" if row.promise == "law" or row.keeps_promise else "red"
-    suffix = " (same distribution)" if row.promise == "law" else "" if row.lossless else ", LOSSY rule"
-    return {
-        "n": str(row.num_questions),
-        "tau": _interval(row.figures["tau"]),
-        "speedup": _interval(row.figures["speedup"], "x"),
-        "of means": f"{row.figures['speedup_ratio_of_means'].value:.2f}x",
-        "prompt": f"{row.figures['speedup_with_prompt'].value:.2f}x",
-        "tokens/s": f"{row.tokens_per_s:.1f}",
-        "plain": f"{row.plain_tokens_per_s:.1f}",
-        "alpha by depth": format_alpha(row.alpha[:_NUM_DEPTHS]) + more or "-",
-        "identical": Text(identical + suffix, style=style),
-    }
-
-
-def _interval(estimate: Estimate, unit: str = "") -> str:
-    ends = "" if estimate.low is None or estimate.high is None else f" \\[{estimate.low:.2f}-{estimate.high:.2f}]"
-    return f"{estimate.value:.2f}{unit}{ends}"
+        cells = row.cells(is_brief=True)
+        style = "green" if row.promise == "law" or row.keeps_promise else "red"
+        records.append({**cells, "identical": Text(cells["identical"], style)})
+    layout = next(layout for width, layout in _LAYOUTS.items() if room >= width or not width)
+    screen.print_table(
+        records,
+        f"set: {{set}} | part: {{part}} | sampling: {{sampling}} | draft: {{draft}} | tree: {{tree}} | {layout}",
+    )

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.table import Table
@@ -30,15 +30,12 @@ from draftwing.cli.options import (
     option,
     with_options,
 )
-from draftwing.cli.screen import format_alpha, new_console, new_table, print_line, printable, text_of
+from draftwing.cli.screen import format_figures, new_console, print_line, print_table, printable, text_of
 from draftwing.errors import CheckpointError, ConfigError, DraftwingError, PromptError, TokenizerError, shown
 from draftwing.models.catalogue import entry_of
 
 if TYPE_CHECKING:
     from draftwing.dialogue import Answer, AnswerStep, Dialogue
-    from draftwing.stats import Stats
-
-_MAX_DEPTHS = 6  # depths of acceptance in one line
 
 
 @with_options
@@ -109,12 +106,6 @@ class _Lines:
         return line.rstrip("\r\n") if line else None
 
 
-class _Command(NamedTuple):
-    argument: str  # its name; empty for a command without one
-    help: str
-    run: Callable[[str], object]
-
-
 class _Conversation:
     """Answers questions and runs commands, a line at a time.
 
@@ -128,17 +119,18 @@ class _Conversation:
         self._choices = f"{', '.join(drafts)} or the folder of a head or a smaller model"
         self._screen = screen.Screen()
         self._is_over, self._are_typed, self._is_first = False, False, True
-        self._commands = {
-            "/stats": _Command("", "tokens/s, tau and acceptance of the last answer and of the dialogue", self._stats),
-            "/draft": _Command("NAME", f"switch to another draft: {self._choices}", self._draft),
-            "/temperature": _Command("T", "sampling temperature; 0 is greedy", self._temperature),
-            "/seed": _Command("N", "an answer is a function of model, dialogue and seed; random draws one", self._seed),
-            "/system": _Command("TEXT", "set the system message; off removes it", self._system),
-            "/retry": _Command("", "answer the last question again, such as with another draft", self._retry),
-            "/reset": _Command("", "forget the dialogue", self._reset),
-            "/save": _Command("FILE", "append the dialogue to a .jsonl file, as one object of messages", self._save),
-            "/help": _Command("", "this list", self._help),
-            "/quit": _Command("", "end; Ctrl-D does too", self._quit),
+        # By name: the argument's name (empty for none), the help, and the method.
+        self._commands: dict[str, tuple[str, str, Callable[[str], object]]] = {
+            "/stats": ("", "tokens/s, tau and acceptance of the last answer and of the dialogue", self._stats),
+            "/draft": ("NAME", f"switch to another draft: {self._choices}", self._draft),
+            "/temperature": ("T", "sampling temperature; 0 is greedy", self._temperature),
+            "/seed": ("N", "an answer is a function of model, dialogue and seed; random draws one", self._seed),
+            "/system": ("TEXT", "set the system message; off removes it", self._system),
+            "/retry": ("", "answer the last question again, such as with another draft", self._retry),
+            "/reset": ("", "forget the dialogue", self._reset),
+            "/save": ("FILE", "append the dialogue to a .jsonl file, as one object of messages", self._save),
+            "/help": ("", "this list", self._help),
+            "/quit": ("", "end; Ctrl-D does too", self._quit),
         }
 
     def run(self, lines: _Lines) -> None:
@@ -147,24 +139,24 @@ class _Conversation:
         Raises:
             DraftwingError: the first error in lines that are not typed.
         """
-        self._are_typed = lines.are_typed
+        self._are_typed, note = lines.are_typed, self._screen.note
         if self._are_typed and not self._as_json:
             name, draft = self._dialogue.lm.target.name, _label(self._dialogue.draft)
-            self._screen.note(f"{name}, drafts by {draft}. /help lists the commands.")
+            note(f"{name}, drafts by {draft}. /help lists the commands.")
             self._screen.legend(first=1)
         presses = 0  # consecutive Ctrl-C
         while not self._is_over and presses < 2:
             try:
                 if presses:
-                    self._screen.note("\nCtrl-C once more, Ctrl-D or /quit ends")
+                    note("\nCtrl-C once more, Ctrl-D or /quit ends")
                 line = lines.next()
                 presses = 0
                 if line is None:
                     if self._are_typed:
-                        self._screen.note("")
+                        note("")
                     return
                 if not self._are_typed and self._screen.is_terminal and line.strip():
-                    self._screen.note(f"> {line}", "bold")
+                    note(f"> {line}", "bold")
                 self._take(line.strip())
             except KeyboardInterrupt:
                 if not self._are_typed:
@@ -180,15 +172,14 @@ class _Conversation:
             if line:
                 self._answer(partial(self._dialogue.ask, line))
             return
-        name, _, argument = line.partition(" ")
-        command = self._commands.get(name)
-        if command is None:
+        name, _, text = line.partition(" ")
+        if name not in self._commands:
             names = ", ".join(self._commands)
             raise ConfigError(f"there is no command {shown(name)}: the commands are {names}. Or ask something.")
-        argument = argument.strip()
-        if argument and not command.argument:
-            raise ConfigError(f"{name} takes no argument, found {shown(argument)}: leave it out")
-        command.run(argument)
+        argument, _, command = self._commands[name]
+        if text.strip() and not argument:
+            raise ConfigError(f"{name} takes no argument, found {shown(text.strip())}: leave it out")
+        command(text.strip())
 
     def _answer(self, ask: Callable[[Callable[[AnswerStep], None]], Answer]) -> None:
         last = self._dialogue.answers[-1:]
@@ -196,7 +187,7 @@ class _Conversation:
             print()  # an empty line between two answers
         self._is_first = False
         try:
-            answer = ask(self._show)
+            answer = ask(lambda step: None if self._as_json else self._screen.pieces(step.pieces, step.num_accepted))
         except KeyboardInterrupt:
             if not self._are_typed:
                 raise
@@ -208,35 +199,39 @@ class _Conversation:
             self._screen.end_line()
         if self._as_json:
             _print_json_line(answer.record())
-        else:
-            self._screen.note(_summary(answer))
-
-    def _show(self, step: AnswerStep) -> None:
-        if not self._as_json:
-            self._screen.pieces(step.pieces, step.num_accepted)
+            return
+        parts = format_figures({**answer.record(), "alpha": []})
+        parts.insert(3, _label(answer.draft))
+        if answer.draft == "none":
+            parts[2:4] = ["plain decoding"]
+        if answer.finish_reason == "cancelled":
+            parts.append("stopped; the dialogue continues")
+        elif answer.finish_reason == "length":
+            is_full = len(answer.token_ids) < answer.sampling.max_tokens
+            parts.append("the context is full: /reset" if is_full else "cut off: --max-tokens allows more")
+        self._screen.note(" | ".join(parts))
 
     def _help(self, _: str) -> None:
-        for name, command in self._commands.items():
-            self._screen.note(f"{f'{name} {command.argument}':15} {command.help}", "")
+        for name, (argument, text, _command) in self._commands.items():
+            self._screen.note(f"{f'{name} {argument}':15} {text}", "")
         self._screen.note(
             "Ctrl-C stops an answer and keeps its beginning. A line that ends with \\ continues in the next."
         )
 
     def _stats(self, _: str) -> None:
-        answers, by_draft = self._dialogue.answers, self._dialogue.stats()
-        if not answers:
-            raise PromptError("there is no answer yet: ask something first")
-        last = answers[-1]
-        if self._as_json:
-            from draftwing.dialogue import figures
+        from draftwing.dialogue import figures
 
-            of_dialogue = {name: figures(stats) for name, stats in by_draft.items()}
-            _print_json_line({"stats": {"last": last.record(), "dialogue": of_dialogue}})
+        if not self._dialogue.answers:
+            raise PromptError("there is no answer yet: ask something first")
+        last, by_draft = self._dialogue.answers[-1], self._dialogue.stats()
+        totals = {name: figures(stats) for name, stats in by_draft.items()}
+        if self._as_json:
+            _print_json_line({"stats": {"last": last.record(), "dialogue": totals}})
             return
         # Lines, not a table: they stay readable on a narrow terminal.
-        self._screen.note(f"last answer, {_figures(last.stats, last.draft)}", "")
-        for name, stats in by_draft.items():
-            self._screen.note(f"dialogue, {_figures(stats, name)}", "")
+        rows = [("last answer", last.draft, last.record()), *(("dialogue", *item) for item in totals.items())]
+        for title, name, record in rows:
+            self._screen.note(f"{title}, {_label(name)}: {' | '.join(format_figures(record, max_depths=6))}", "")
         self._screen.note(
             f"prompt of the last answer {last.num_prompt_tokens} tokens, first token after {last.first_s:.2f} s, "
             f"{last.seconds:.2f} s in all; temperature {last.sampling.temperature:g}, seed {last.sampling.seed}"
@@ -301,30 +296,6 @@ def _label(draft: str) -> str:
     return Path(draft).name or draft
 
 
-def _summary(answer: Answer) -> str:
-    is_drafted = answer.draft != "none"
-    parts = [f"{len(answer.token_ids)} tokens", f"{answer.stats.tokens_per_s:.1f} tokens/s"]
-    parts += [f"tau {answer.stats.tau:.2f}", _label(answer.draft)] if is_drafted else ["plain decoding"]
-    if answer.finish_reason == "cancelled":
-        parts.append("stopped; the dialogue continues")
-    elif answer.finish_reason == "length":
-        is_full = len(answer.token_ids) < answer.sampling.max_tokens
-        parts.append("the context is full: /reset" if is_full else "cut off: --max-tokens allows more")
-    if not answer.stats.lossless:
-        parts.append("LOSSY: not the target's own text")
-    return " | ".join(parts)
-
-
-def _figures(stats: Stats, draft: str) -> str:
-    tokens = f"{_label(draft)}: {stats.num_tokens} tokens"
-    parts = [tokens, f"{stats.tokens_per_s:.1f} tokens/s", f"tau {stats.tau:.2f}"]
-    if sum(stats.reached):
-        more = " ..." if len(stats.alpha) > _MAX_DEPTHS else ""
-        by_depth = f"by depth {format_alpha(stats.alpha[:_MAX_DEPTHS])}{more}"
-        parts.append(f"acceptance {sum(stats.taken) / sum(stats.reached):.0%} ({by_depth})")
-    return " | ".join(parts)
-
-
 def _print_json_line(value: dict[str, object]) -> None:
     print(json.dumps(value, allow_nan=False), flush=True)
 
@@ -381,11 +352,11 @@ def demo(
 
     pairs = []
     screen.line(f"{lm.target.name} answers {len(QUESTIONS)} questions, plainly and with {name}", "dim")
-    for each in lms:
-        answer(each, QUESTIONS[0], max_tokens=min(_NUM_WARM_UP_TOKENS, max_tokens))
+    for method in lms:
+        answer(method, QUESTIONS[0], max_tokens=min(_NUM_WARM_UP_TOKENS, max_tokens))
     orders = itertools.cycle((list(lms), list(reversed(lms))))
     for temperature, question in itertools.product(TEMPERATURES, QUESTIONS):
-        answers = {each: answer(each, question, temperature=temperature) for each in next(orders)}
+        answers = {method: answer(method, question, temperature=temperature) for method in next(orders)}
         pairs.append((answers["none"][0], answers[name][0]))
         if not as_json:
             _print_pair(answers["none"], answers[name])
@@ -394,9 +365,18 @@ def demo(
         records = [{"plain": plain.record(), "drafted": drafted.record()} for plain, drafted in pairs]
         screen.print_json({"target": lm.target.name, "draft": name, "answers": records, "totals": totals})
     else:
-        _print_totals(lm.target.name, totals)
-    if any(each["num_identical"] < each["num_questions"] for each in totals):
+        print_line(f"\n{lm.target.name}: seconds with the prompt, tokens/s without it", "bold")
+        print_table(totals, _TOTALS)
+    if any(total["num_identical"] < total["num_questions"] for total in totals):
         raise typer.Exit(1)
+
+
+_TOTALS = (
+    "temperature: {temperature:g} | draft: {draft} | "
+    ">plain decoding: {plain_seconds:.1f} s, {plain_tokens_per_s:.0f} tokens/s | "
+    ">drafted: {draft_seconds:.1f} s, {draft_tokens_per_s:.0f} tokens/s | >speedup: {speedup:.2f}x | >tau: {tau:.2f} | "
+    ">same text: {num_identical} of {num_questions}"
+)
 
 
 def _add_up(draft: str, pairs: list[tuple[Answer, Answer]]) -> dict[str, Any]:
@@ -425,21 +405,4 @@ def _print_pair(*pair: tuple[Answer, list[AnswerStep]]) -> None:
     for title, (answer, _) in zip(("plain decoding", pair[1][0].draft), pair, strict=True):
         table.add_column(Text(printable(f"{title}: {answer.seconds:.2f} s, {answer.stats.tokens_per_s:.0f} tokens/s")))
     table.add_row(*(text_of(steps) for _, steps in pair))
-    new_console().print(table)
-
-
-def _print_totals(target: str, totals: list[dict[str, Any]]) -> None:
-    table = new_table("", ">plain decoding", ">drafted", ">speedup", ">tau", ">same text")
-    for each in totals:
-        table.add_row(
-            Text(f"temperature {each['temperature']:g}, {each['draft']}"),
-            *(
-                f"{each[f'{way}_seconds']:.1f} s, {each[f'{way}_tokens_per_s']:.0f} tokens/s"
-                for way in ("plain", "draft")
-            ),
-            f"{each['speedup']:.2f}x",
-            f"{each['tau']:.2f}",
-            f"{each['num_identical']} of {each['num_questions']}",
-        )
-    print_line(f"\n{printable(target)}: seconds with the prompt, tokens/s without it", "bold")
     new_console().print(table)

@@ -30,7 +30,8 @@ datastore_app = typer.Typer(
 class TapOptions:
     method: str = option(
         "eagle3",
-        f"Keep what this method reads: {', '.join(training_methods())}. Those of eagle3 serve eagle1 and hass too.",
+        f"Keep the hidden states that this method reads: {', '.join(training_methods())}. Those of eagle3 also serve "
+        f"eagle1 and hass.",
     )
     taps: str | None = option(None, "Keep these hidden states instead of the method's, such as 2,16,29.", expert=True)
 
@@ -44,14 +45,14 @@ class TapOptions:
 
 @dataclass(frozen=True)
 class Answers:
-    draft: str | None = option(None, "As in generate; it only saves time.", "-d")
+    draft: str | None = option(None, "Draft, which only saves time (see `draftwing generate --help`).", "-d")
     max_batch: int = option(16, "Prompts decoded at once here.", min=1)
     max_tokens: int = option(512, "Maximum number of tokens of an answer.", "-n", panel="Sampling")
     temperature: str = option(
-        "0", "0 is greedy. Of several, such as 0,1, each prompt gets one, by its hash.", "-T", panel="Sampling"
+        "0", "0 is greedy. With several, such as 0,1, each prompt's hash picks one.", "-T", panel="Sampling"
     )
     top_p: float = option(1.0, "Sample from the fewest tokens whose probabilities add up to P.", panel="Sampling")
-    seed: int = option(0, "Each prompt's seed is made of this one.", panel="Sampling")
+    seed: int = option(0, "Base seed, from which each prompt derives its own.", panel="Sampling")
     server: list[str] | None = option(None, "Ask an OpenAI-compatible server at this URL instead. Repeatable.")
     served_model: str | None = option(None, "The target's name on that server.")
     api_key: str | None = option(None, "Key for the server.", envvar="OPENAI_API_KEY")
@@ -111,11 +112,7 @@ def regenerate(
         if answers.served_model is None:
             raise ConfigError("--server needs --served-model: the name under which the server knows the target")
         answerer = ServerAnswerer(
-            answers.server,
-            answers.served_model,
-            samplings,
-            num_parallel=answers.num_parallel,
-            api_key=answers.api_key,
+            answers.server, answers.served_model, samplings, num_parallel=answers.num_parallel, api_key=answers.api_key
         )
     else:
         choose = taps.chooser()
@@ -168,7 +165,7 @@ def cache(
     taps: TapOptions,
     out: Path = option(..., "Folder of the cache: run again to continue.", "-o"),
     target: str | None = TARGET,
-    max_length: int = option(512, "Tokens of a window or dialogue."),
+    max_length: int = option(512, "Maximum number of tokens of a window or dialogue."),
     tokens_per_batch: int = option(2048, "Tokens that the target reads at once.", expert=True),
     validation_share: float = option(0.02, "Share of the data held out: the same as in `train`.", expert=True),
     seed: int = option(0, "Seed of the held-out choice and of the places where documents are cut."),
@@ -206,13 +203,7 @@ def cache(
     screen.line(f"the cache will have {estimate(model, batches, layers)}")
     with progress("running the target") as on_progress:
         done = write_cache(
-            out,
-            model,
-            batches,
-            layers,
-            identity=identity,
-            validation_share=validation_share,
-            on_progress=on_progress,
+            out, model, batches, layers, identity=identity, validation_share=validation_share, on_progress=on_progress
         )
     if as_json:
         screen.print_json({"out": str(out), **asdict(done)})

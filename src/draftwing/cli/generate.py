@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rich.text import Text
-
 from draftwing.cli import screen
 from draftwing.cli.options import DRAFT, JSON, PROMPTS, Drafting, Model, SamplingOptions, argument, option, with_options
-from draftwing.cli.screen import format_alpha, new_table
+from draftwing.cli.screen import format_figures, print_table
 from draftwing.errors import ConfigError, PromptError, shown
 
 if TYPE_CHECKING:
@@ -83,24 +81,24 @@ def generate(
     lm = model.load(draft, drafting)
     baseline = type(lm)(lm.target, lm.tokenizer) if compare else None
     lm.constraint(grammar)  # refused before anything is decoded
-    ready = [sampling.put(each, lm.tokenizer) for each in given]
+    ready = sampling.put_all(given, lm)
     if baseline is not None:  # warm both up: first steps are slow
         for method in (baseline, lm):
             method.generate([ready[0]], checked, max_tokens=min(checked.max_tokens, 8), grammar=grammar)
     if as_json:
-        generations = [lm.generate([each], checked, grammar=grammar)[0] for each in ready]
-        records = [record(each, baseline, checked, grammar) for each in generations]
+        generations = [lm.generate([text], checked, grammar=grammar)[0] for text in ready]
+        records = [record(done, baseline, checked, grammar) for done in generations]
         screen.print_json({**describe_run(lm, checked), "generations": records})
         return
     output = screen.Screen()
-    for number, each in enumerate(ready, 1):
+    for number, text in enumerate(ready, 1):
         if len(ready) > 1:
             output.note(f"prompt {number} of {len(ready)}")
         if prompt is not None and ready == [prompt]:
             output.prompt(prompt)
         try:
             (done,) = lm.generate(
-                [each],
+                [text],
                 checked,
                 grammar=grammar,
                 on_step=lambda _, step: output.write(step.text, step.step.rows[0].num_accepted),
@@ -108,11 +106,16 @@ def generate(
         finally:  # after Ctrl-C too
             output.end_line()
         if done.logprobs is not None:
-            table, name = new_table("token", "logprob", "top"), token_namer(lm)
-            for entry in done.logprobs:
-                top = "  ".join(f"{name(token)} {value:.3f}" for token, value in entry.top)
-                table.add_row(Text(name(entry.token)), f"{entry.logprob:.3f}", Text(top))
-            output.info.print(table)
+            name = token_namer(lm)
+            entries = [
+                {
+                    "token": name(entry.token),
+                    "logprob": entry.logprob,
+                    "top": "  ".join(f"{name(token)} {value:.3f}" for token, value in entry.top),
+                }
+                for entry in done.logprobs
+            ]
+            print_table(entries, "token: {token} | logprob: {logprob:.3f} | top: {top}", output.info)
         output.note(_summary(record(done, baseline, checked, grammar)))
     if lm.drafter.drafts:
         output.legend()
@@ -120,15 +123,11 @@ def generate(
 
 def _summary(record: Mapping[str, Any]) -> str:
     """Return speed and acceptance of one generation in one line; ``record`` as in ``--json``."""
-    parts = [f"{len(record['token_ids'])} tokens", f"{record['tokens_per_s']:.1f} tokens/s", f"tau {record['tau']:.2f}"]
-    if record["alpha"]:
-        parts.append(f"acceptance {record['acceptance']:.0%} (by depth {format_alpha(record['alpha'])})")
+    parts = format_figures(record)
     if plain := record.get("plain"):
         parts.append(f"speedup {plain['speedup']:.2f}x over {plain['tokens_per_s']:.1f} tokens/s")
         parts.append(f"efficiency {plain['efficiency']:.2f}")
         parts.append(f"identical {'yes' if plain['identical'] else 'no'}")
-    if not record["lossless"]:
-        parts.append("LOSSY: not the target's own text")
     return " | ".join(parts)
 
 

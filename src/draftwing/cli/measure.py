@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 from rich.panel import Panel
@@ -26,25 +26,46 @@ from draftwing.cli.options import (
     Model,
     SamplingOptions,
     best_head,
+    help_of,
     option,
     with_options,
 )
 from draftwing.cli.progress import progress
-from draftwing.cli.screen import format_alpha, format_pairs, new_console, new_table, print_line, printable
+from draftwing.cli.screen import format_alpha, format_pairs, new_console, print_line, print_table, printable
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.methods.registry import METHODS
 from draftwing.models.catalogue import entry_of
 
 if TYPE_CHECKING:
     from draftwing.lab.compare import Comparison, MethodResult, Verification
-    from draftwing.lab.forecast import Forecast, HeldOut, Predictions
-    from draftwing.lab.tune import Basis, Trial, Tuned, TunePlan
+    from draftwing.lab.forecast import HeldOut
+    from draftwing.lab.tune import Pace, TextIds, Trial, Tuned
     from draftwing.lm import LM
     from draftwing.methods.base import Budget
     from draftwing.models.lean import LeanTarget
     from draftwing.text.prompts import Prompt
 
 _DISTRIBUTION_ONLY = "at a temperature above 0 this rule keeps the distribution of the text, not the text itself"
+
+
+_COMPARED = (
+    "drafter: {name} | >tokens/s: {tokens_per_s:.1f} | >speedup: {speedup:.2f}x | >tau: {tau:.2f} | "
+    ">efficiency: {efficiency:.2f} | alpha by depth: {alpha}"
+)
+_VERIFIED = (
+    "prompt: {prompt} | position: {position} | plain token: {plain_token} | drafted token: {token} | "
+    "margin: {margin:.2e} | noise: {noise:.2e} | verdict: {verdict}"
+)
+_FORECAST = (
+    "T: {temperature:g} | tree: {tree} | >tau: {tau:.2f} | >95%: {tau_low:.2f}-{tau_high:.2f} | >nodes: {nodes:.1f} | "
+    ">levels: {levels:.1f} | >speedup: {speedup:.2f} | >tau measured: {measured_tau:.2f} | >error: {error:+.1%} | "
+    ">speedup measured: {measured_speedup:.2f}"
+)
+_FORMULAS = (
+    "chain: {gamma} | >tau formula: {tau_predicted:.2f} | >tau: {tau:.2f} | >speedup, c alone: {paper:.2f} | "
+    ">with T_V: {measured_costs:.2f} | >speedup: {speedup:.2f} | >operations: {operations:.2f} | "
+    ">memory: {memory:.2f} | >gains from: {start}"
+)
 
 
 @with_options
@@ -73,9 +94,8 @@ def compare(
     checked = sampling.to_sampling()
     prompts = examples.read(model.target)
     lms = model.load_many(compared, drafting)
-    ready = [sampling.put(each, lms[0].tokenizer) for each in prompts]
     with progress("comparing") as on_progress:
-        comparison = run(lms, ready, checked, rounds=rounds, on_progress=on_progress)
+        comparison = run(lms, sampling.put_all(prompts, lms[0]), checked, rounds=rounds, on_progress=on_progress)
     if as_json:
         screen.print_json(comparison.to_dict())
     else:
@@ -86,30 +106,22 @@ def compare(
 
 def _print_comparison(comparison: Comparison, *, texts: bool) -> None:
     is_sampled = any(method.promise == "law" for method in comparison.methods)
-    if texts:
-        rates = {method.name: f"{method.tokens_per_s:.0f} tokens/s" for method in comparison.methods}
-        for index, (name, text) in enumerate(comparison.texts.items()):
-            title = Text(f"{printable(name) if index else 'plain decoding'}: {rates[name]}")
-            new_console().print(Panel(Text(printable(text.strip("\n"))), title=title, title_align="left", expand=False))
-    last = "text" if is_sampled else "text identical"
-    table = new_table("drafter", ">tokens/s", ">speedup", ">tau", ">efficiency", "alpha by depth", last, no_wrap=True)
-    for index, method in enumerate(comparison.methods):
-        table.add_row(
-            Text(printable(method.name) if index else "none (plain decoding)"),
-            f"{method.tokens_per_s:.1f}",
-            f"{method.speedup:.2f}x",
-            f"{method.tau:.2f}",
-            f"{method.efficiency:.2f}",
-            format_alpha(method.alpha) or "-",
-            _identical(method) if index else "baseline",
-        )
-    new_console().print(table)
+    records = [
+        {**asdict(method), "alpha": format_alpha(method.alpha), "identical": _identical(method)}
+        for method in comparison.methods
+    ]
+    records[0] |= {"name": "none (plain decoding)", "identical": "baseline"}
+    for method in comparison.methods if texts else ():
+        title = f"{printable(method.name).replace('none', 'plain decoding')}: {method.tokens_per_s:.0f} tokens/s"
+        text = Text(printable(comparison.texts[method.name].strip("\n")))
+        new_console().print(Panel(text, title=Text(title), title_align="left", expand=False))
+    print_table(records, f"{_COMPARED} | {'text' if is_sampled else 'text identical'}: {{identical}}")
     settings = dict(comparison.settings)
-    rules, budgets = settings.pop("rules", {}), settings.pop("budgets", {})
+    rules, budgets = settings.pop("rules"), settings.pop("budgets")
     print_line(f"baseline: {comparison.baseline}")
     print_line(f"settings: {format_pairs(settings)}")
     for name in rules:
-        print_line(f"{name}: rule {rules[name]}, tree {budgets.get(name, '')}")
+        print_line(f"{name}: rule {rules[name]}, tree {budgets[name]}")
     print_line(f"machine: {format_pairs(comparison.machine)}")
     if is_sampled:
         print_line(f"text: {_DISTRIBUTION_ONLY}; texts differ from plain decoding's as those of two seeds do")
@@ -152,14 +164,13 @@ def verify(
         )
     prompts = examples.read(model.target)
     lm = model.load(draft, drafting)
-    ready = [sampling.put(each, lm.tokenizer) for each in prompts]
     with progress("verifying") as on_progress:
-        verification = run(lm, ready, checked, on_progress=on_progress)
+        verification = run(lm, sampling.put_all(prompts, lm), checked, on_progress=on_progress)
     if as_json:
         screen.print_json(verification.to_dict())
     else:
         _print_verification(verification, lm)
-    if any(not (allow_ties and each.is_tie) for each in verification.differences):
+    if any(not (allow_ties and difference.is_tie) for difference in verification.differences):
         raise typer.Exit(1)
 
 
@@ -175,13 +186,14 @@ def _print_verification(verification: Verification, lm: LM) -> None:
     if not verification.differences:
         return
     name_of = token_namer(lm)
-    table = new_table("prompt", "position", "plain token", "drafted token", "margin", "noise", "verdict")
-    for each in verification.differences:
-        names = (f"{name_of(token)} ({token})" if token >= 0 else "the end" for token in (each.plain_token, each.token))
-        verdict = ("a tie within the rounding noise", "yellow") if each.is_tie else ("DIFFERENT", "red")
-        figures = (f"{each.margin:.2e}", f"{each.noise:.2e}")
-        table.add_row(str(each.prompt_index + 1), str(each.position), *map(Text, names), *figures, Text(*verdict))
-    new_console().print(table)
+    records = []
+    for difference in verification.differences:
+        verdict = ("a tie within the rounding noise", "yellow") if difference.is_tie else ("DIFFERENT", "red")
+        record = {**asdict(difference), "prompt": difference.prompt_index + 1, "verdict": Text(*verdict)}
+        for name in ("plain_token", "token"):
+            record[name] = f"{name_of(record[name])} ({record[name]})" if record[name] >= 0 else "the end"
+        records.append(record)
+    print_table(records, _VERIFIED)
 
 
 TREES = ("chain:3", "chain:5", "static", "dynamic:24,6,4", "dynamic:59,8,10", "auto")
@@ -190,20 +202,24 @@ NUM_COLLECTED, NUM_MEASURED, NUM_FORMULAS = 40, 20, 4  # default numbers of prom
 
 @dataclass(frozen=True)
 class PredictionOptions:
-    prompts: Path | None = option(None, PROMPTS.metadata["help"])
+    prompts: Path | None = option(None, help_of(PROMPTS))
     num_prompts: int | None = option(
         None,
         f"Use only the first N prompts. [default: {NUM_COLLECTED} with --collect, {NUM_MEASURED} with --measure, "
         f"{NUM_FORMULAS} with --formulas]",
         min=1,
     )
-    tree: list[str] | None = option(None, f"As in compare; repeatable. [default: {' '.join(TREES)}]")
-    temperature: list[float] | None = option(None, "One of the statistics'; repeatable. [default: all]", "-T")
+    tree: list[str] | None = option(
+        None, f"Shape of drafts (see `draftwing compare --help`); repeatable. [default: {' '.join(TREES)}]"
+    )
+    temperature: list[float] | None = option(
+        None, "Temperature, of those that the statistics cover; repeatable. [default: all]", "-T"
+    )
     measure: bool = option(False, "Also decode the prompts, and show what is measured next to the forecast.")
     max_tokens: int = option(128, "Maximum number of tokens per prompt, with --measure.", "-n", min=1)
     collect: bool = option(False, "First collect the head's statistics on the prompts and store them with the head.")
-    tau_only: bool = option(False, "Load no model and measure no costs: tau from the head's folder alone.")
-    formulas: bool = option(False, "Compare the papers' formulas for chains with what is measured.")
+    tau_only: bool = option(False, "Load no model and measure no costs: predict tau alone.", expert=True)
+    formulas: bool = option(False, "Compare the papers' formulas for chains with measurements.", expert=True)
 
     def check(self) -> None:
         """Raise ConfigError if two options exclude each other."""
@@ -269,14 +285,21 @@ def predict(model: Model, prediction: PredictionOptions, draft: str | None = DRA
             costs, machine = lm.costs(), describe_machine()
     forecasts = forecast(held_out, trees, prediction.temperature or sorted(held_out.texts), costs)
     if prediction.measure:
-        sampling = Sampling(max_tokens=prediction.max_tokens)
+        sampling, ready = Sampling(max_tokens=prediction.max_tokens), SamplingOptions().put_all(prompts, lm)
         with progress("decoding") as on_progress:
-            forecasts = measured(forecasts, lm, trees, _put(lm, prompts), sampling, on_progress=on_progress)
+            forecasts = measured(forecasts, lm, trees, ready, sampling, on_progress=on_progress)
+    records, statistics = [one.to_dict() for one in forecasts], held_out.describe()
     if as_json:
-        rows = [each.to_dict() for each in forecasts]
-        screen.print_json({"forecasts": rows, "statistics": held_out.describe(), "machine": machine})
-    else:
-        _print_forecasts(forecasts, held_out.describe(), machine)
+        screen.print_json({"forecasts": records, "statistics": statistics, "machine": machine})
+        return
+    print_table(records, _FORECAST)
+    texts = ", ".join(f"{count} texts at T={name}" for name, count in statistics["texts"].items())
+    print_line(
+        f"from held-out statistics: {texts}, target {statistics['target']}, drafts by "
+        f"{statistics['runs_as'] or 'PyTorch'}; auto is an approximation"
+    )
+    if machine is not None:
+        print_line(f"speedup over plain decoding at batch 1; machine: {format_pairs(machine)}")
 
 
 def head_folder(target: str | None, draft: str | None) -> Path:
@@ -301,7 +324,7 @@ def _collect(lm: LM, folder: Path, prompts: Sequence[Prompt], prediction: Predic
     from draftwing.formats.identity import head_id
     from draftwing.lab.forecast import HeldOut, collect
 
-    ids = [lm.encode(each) for each in _put(lm, prompts)]
+    ids = [lm.encode(prompt) for prompt in SamplingOptions().put_all(prompts, lm)]
     temperatures = prediction.temperature or (0.0, 1.0)
     with progress("collecting") as on_progress:
         held_out = collect(lm.target, lm.new_drafter, head_id(folder), ids, temperatures, on_progress=on_progress)
@@ -309,33 +332,6 @@ def _collect(lm: LM, folder: Path, prompts: Sequence[Prompt], prediction: Predic
         held_out = held_out.joined(HeldOut.read(folder))
     screen.line(f"wrote {held_out.write(folder)}")
     return held_out
-
-
-def _put(lm: LM, prompts: Sequence[Prompt]) -> list[Prompt]:
-    return [SamplingOptions().put(each, lm.tokenizer) for each in prompts]
-
-
-def _print_forecasts(
-    forecasts: Sequence[Forecast], statistics: Mapping[str, Any], machine: Mapping[str, Any] | None
-) -> None:
-    is_measured = any(each.measured_tau is not None for each in forecasts)
-    measured = (">tau measured", ">error", ">speedup measured") if is_measured else ()
-    table = new_table("T", "tree", ">tau", ">95%", ">nodes", ">levels", ">speedup", *measured)
-    for each in forecasts:
-        speedup = "" if each.speedup is None else f"{each.speedup:.2f}"
-        values = [f"{each.tau:.2f}", f"{each.tau_low:.2f}-{each.tau_high:.2f}", f"{each.nodes:.1f}"]
-        values += [f"{each.levels:.1f}", speedup]
-        if each.measured_tau is not None and each.error is not None:
-            values += [f"{each.measured_tau:.2f}", f"{each.error:+.1%}", f"{each.measured_speedup:.2f}"]
-        table.add_row(f"{each.temperature:g}", Text(printable(each.tree)), *values)
-    new_console().print(table)
-    texts = ", ".join(f"{count} texts at T={name}" for name, count in statistics["texts"].items())
-    print_line(
-        f"from held-out statistics: {texts}, target {printable(statistics['target'])}, drafts by "
-        f"{printable(statistics['runs_as'] or 'PyTorch')}; auto is an approximation"
-    )
-    if machine is not None:
-        print_line(f"speedup over plain decoding at batch 1; machine: {format_pairs(machine)}")
 
 
 def _predict_by_formulas(model: Model, prediction: PredictionOptions, draft: str | None, *, as_json: bool) -> None:
@@ -350,35 +346,25 @@ def _predict_by_formulas(model: Model, prediction: PredictionOptions, draft: str
     lm = model.load(draft)
     with progress("measuring") as on_progress:
         lm.costs()
-        predictions = run(lm, _put(lm, prompts), sampling, on_progress=on_progress)
+        found = run(lm, SamplingOptions().put_all(prompts, lm), sampling, on_progress=on_progress)
     if as_json:
-        screen.print_json(predictions.to_dict())
-    else:
-        _print_predictions(predictions)
-
-
-def _print_predictions(predictions: Predictions) -> None:
-    columns = (">tau formula", ">tau", ">speedup, c alone", ">with T_V", ">speedup", ">operations", ">memory")
-    table = new_table("chain", *columns, ">gains from")
-    for each in predictions.chains:
-        start = "never" if each.inflection is None else "start" if not each.inflection else f"{each.inflection:.0f}"
-        figures = (each.tau_predicted, each.tau, each.paper, each.measured_costs, each.speedup, each.operations)
-        table.add_row(str(each.gamma), *(f"{value:.2f}" for value in (*figures, each.memory)), start)
-    auto = predictions.auto
-    table.add_row("auto", "", f"{auto['tau']:.2f}", "", "", f"{auto['speedup']:.2f}", "", "", "")
-    new_console().print(table)
-    verdict = "above c: drafting pays" if predictions.pays else "not above c: drafting does not pay"
+        screen.print_json(found)
+        return
+    for chain in found["chains"]:
+        start = chain["inflection"]
+        chain["start"] = "never" if start is None else f"{start:.0f}" if start else "start"
+    print_table([*found["chains"], {"gamma": "auto", **found["auto"]}], _FORMULAS)
+    verdict = "above c: drafting pays" if found["pays"] else "not above c: drafting does not pay"
     print_line(
-        f"{printable(predictions.drafter)}: alpha {predictions.alpha:.2f} (acceptance of a token), c "
-        f"{predictions.c:.2f} (draft step / target forward), alpha {verdict}; best chain by the formula "
-        f"{predictions.best_gamma}",
+        f"{found['drafter']}: alpha {found['alpha']:.2f} (acceptance of a token), c {found['c']:.2f} (draft step / "
+        f"target forward), alpha {verdict}; best chain by the formula {found['best_gamma']}",
         "",
     )
     print_line(
-        f"baseline: plain decoding, {predictions.plain_tokens_per_s:.1f} tokens/s; 'with T_V' includes the measured "
-        f"time of verifying more nodes; 'gains from' is in tokens of context"
+        f"baseline: plain decoding, {found['plain_tokens_per_s']:.1f} tokens/s; 'with T_V' includes the measured time "
+        f"of verifying more nodes; 'gains from' is in tokens of context"
     )
-    print_line(f"machine: {format_pairs(predictions.machine)}")
+    print_line(f"machine: {format_pairs(found['machine'])}")
 
 
 tune_app = typer.Typer(no_args_is_help=True, help="Tune a draft by measuring on this machine: `layers`.")
@@ -411,24 +397,19 @@ def layers(model: Model, search: Search, as_json: bool = JSON) -> None:
     - `draftwing tune layers --exits --out first-layers`, then `draftwing compare --draft first-layers`
     """
     from draftwing.formats.identity import target_id_of_folder
-    from draftwing.lab.tune import TunePlan, tune
+    from draftwing.lab.tune import tune
     from draftwing.loading import load_target
     from draftwing.models.resolve import resolve
     from draftwing.models.subnet import lean_target
 
     prompts = Examples(search.data, search.num_prompts).read(model.target)
     digest = hashlib.sha256(json.dumps([search.max_tokens, prompts]).encode())
-    about = {"dtype": model.dtype, "quantize": model.quantize, "texts": digest.hexdigest()[:16]}
-    folder = resolve(model.target)
-    plan = TunePlan(
-        search.out, target_id_of_folder(folder, model.name), search.trials, search.seed, search.exits, about
-    )
+    folder, best = resolve(model.target), ""
 
     def load_plain() -> LeanTarget:
         target = load_target(folder, dtype=model.dtype, device=model.device, engine=model.engine, prepack=False)
         return lean_target(target, "draft 'layers'")
 
-    best = ""
     with progress("trying sets of layers", lambda: best, resumes=True) as show:
 
         def on_progress(done: int, total: int, trial: Trial | None) -> None:
@@ -436,26 +417,36 @@ def layers(model: Model, search: Search, as_json: bool = JSON) -> None:
             best = "" if trial is None else f"best {trial.tokens_per_s:,.1f} tokens/s expected, {trial.parts}"
             show(done, total)
 
-        tuned = tune(plan, lambda: _basis(model, search, prompts), load_plain, on_progress)
+        tuned = tune(
+            search.out,
+            target_id_of_folder(folder, model.name),
+            lambda: _texts_and_pace(model, search, prompts),
+            load_plain,
+            num_trials=search.trials,
+            seed=search.seed,
+            only_exits=search.exits,
+            settings={"dtype": model.dtype, "quantize": model.quantize, "texts": digest.hexdigest()[:16]},
+            on_progress=on_progress,
+        )
     measured = _measure_layers(model, search, prompts) if tuned.finished and search.measure else None
-    _print_layers(plan, tuned, measured, as_json=as_json)
+    _print_layers(search.out, tuned, measured, as_json=as_json)
     if not tuned.finished:
         screen.line(f"stopped after {tuned.num_trials} sets: run the same command again to continue", "yellow")
         raise typer.Exit(130)
 
 
-def _basis(model: Model, search: Search, prompts: Sequence[Prompt]) -> Basis:
+def _texts_and_pace(model: Model, search: Search, prompts: Sequence[Prompt]) -> tuple[list[TextIds], Pace]:
     """Let the target write texts, and measure the times of its parts."""
-    from draftwing.lab.tune import Basis, TextIds, measure_pace
+    from draftwing.lab.tune import TextIds, measure_pace
     from draftwing.models.subnet import lean_target
 
     lm = model.load("none")
     texts = []
-    for prompt in _put(lm, prompts):
+    for prompt in SamplingOptions().put_all(prompts, lm):
         ids = lm.encode(prompt)
         written = lm.generate([ids], temperature=0.0, max_tokens=search.max_tokens)[0].token_ids
         texts.append(TextIds((*ids, *written), len(ids)))
-    return Basis(tuple(texts), measure_pace(lean_target(lm.target, "draft 'layers'")))
+    return texts, measure_pace(lean_target(lm.target, "draft 'layers'"))
 
 
 def _measure_layers(model: Model, search: Search, prompts: Sequence[Prompt]) -> dict[str, float]:
@@ -464,16 +455,16 @@ def _measure_layers(model: Model, search: Search, prompts: Sequence[Prompt]) -> 
 
     lms = model.load_many(Compared([str(search.out)]))
     with progress("decoding with and without them") as on_progress:
-        sampling = Sampling(max_tokens=search.max_tokens)
-        plain, drafted = compare(lms, _put(lms[0], prompts), sampling, on_progress=on_progress).methods
+        ready, sampling = SamplingOptions().put_all(prompts, lms[0]), Sampling(max_tokens=search.max_tokens)
+        plain, drafted = compare(lms, ready, sampling, on_progress=on_progress).methods
     figures = {name: getattr(drafted, name) for name in ("tokens_per_s", "speedup", "tau")}
     return {"plain_tokens_per_s": plain.tokens_per_s, **figures}
 
 
-def _print_layers(plan: TunePlan, tuned: Tuned, measured: dict[str, float] | None, *, as_json: bool) -> None:
+def _print_layers(out: Path, tuned: Tuned, measured: dict[str, float] | None, *, as_json: bool) -> None:
     best = tuned.best
     if as_json:
-        result = {"out": str(plan.out), "trials": tuned.num_trials, "finished": tuned.finished, **best.to_dict()}
+        result = {"out": str(out), "trials": tuned.num_trials, "finished": tuned.finished, **best.to_dict()}
         result |= {"plain_tokens_per_s": tuned.plain, "speedup": tuned.speedup, "measured": measured}
         screen.print_json(result)
         return
@@ -489,4 +480,4 @@ def _print_layers(plan: TunePlan, tuned: Tuned, measured: dict[str, float] | Non
         )
     elif tuned.speedup <= 1:
         screen.line("no set is expected to be faster than plain decoding here", "yellow")
-    screen.line(f"wrote {plan.out}")
+    screen.line(f"wrote {out}")

@@ -11,7 +11,7 @@ import typer
 from draftwing.cli import screen
 from draftwing.cli.options import DRAFT, JSON, Model, argument, option, with_options
 from draftwing.cli.progress import progress
-from draftwing.cli.screen import new_console, new_table, print_line
+from draftwing.cli.screen import print_line
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.models.catalogue import CATALOGUE, Hub, Shipped, Wheel, entry_named, entry_of
 
@@ -40,18 +40,14 @@ def models(context: typer.Context, as_json: bool = JSON) -> None:
     if as_json:
         screen.print_json({"models": rows})
         return
-    table = new_table("name", ">parameters", "licence", "source", ">size", "downloaded", "heads")
     for row in rows:
-        table.add_row(
-            row["name"],
-            f"{row['num_parameters'] / 1e6:.0f}M",
-            row["licence"],
-            row["source"],
-            f"{row['num_bytes'] / 1e6:,.0f} MB",
-            "yes" if row["path"] else "no",
-            ", ".join(row["heads"]) or "-",
-        )
-    new_console().print(table)
+        size = {"millions": row["num_parameters"] / 1e6, "mb": row["num_bytes"] / 1e6}
+        row |= {**size, "is_local": "yes" if row["path"] else "no", "heads": ", ".join(row["heads"]) or "-"}
+    screen.print_table(
+        rows,
+        "name: {name} | >parameters: {millions:.0f}M | licence: {licence} | source: {source} | >size: {mb:,.0f} MB | "
+        "downloaded: {is_local} | heads: {heads}",
+    )
     for row in rows:
         if row["path"]:
             print_line(f"{row['name']}: {row['path']}")
@@ -122,15 +118,9 @@ def describe_entry(entry: Entry) -> dict[str, Any]:
     else:
         files = (file for file in (SHIPPED / source.folder).glob("*") if file.is_file())
         origin, num_bytes = "comes with Draftwing", sum(file.stat().st_size for file in files)
-    return {
-        "name": entry.name,
-        "num_parameters": entry.num_parameters,
-        "licence": entry.licence,
-        "source": origin,
-        "num_bytes": num_bytes,
-        "path": None if path is None else str(path),
-        "heads": list(entry.heads),
-    }
+    about = {name: getattr(entry, name) for name in ("name", "num_parameters", "licence")}
+    place = None if path is None else str(path)
+    return {**about, "source": origin, "num_bytes": num_bytes, "path": place, "heads": list(entry.heads)}
 
 
 @with_options

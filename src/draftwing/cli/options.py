@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_type_hints
 
@@ -35,16 +36,18 @@ def option(default: Any, help: str, *names: str, panel: str | None = None, exper
         panel: of the help; a dataclass may set ``PANEL`` for all of its fields.
         rules: for ``typer.Option``.
     """
-    return _field(default, {"help": help, "names": names, "panel": EXPERT if expert else panel, "rules": rules})
+    info = typer.Option(help=help, rich_help_panel=EXPERT if expert else panel, **rules)
+    info.param_decls = names
+    return _field(default, info)
 
 
 def argument(default: Any, help: str, **rules: Any) -> Any:
     """Return a default value that ``with_options`` makes a positional argument."""
-    return _field(default, {"argument": typer.Argument(help=help, **rules)})
+    return _field(default, typer.Argument(help=help, **rules))
 
 
-def _field(default: Any, metadata: dict[str, Any]) -> Any:
-    return dataclasses.field(default=dataclasses.MISSING if default is ... else default, metadata=metadata)
+def _field(default: Any, info: Any) -> Any:
+    return dataclasses.field(default=dataclasses.MISSING if default is ... else default, metadata={"info": info})
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -55,18 +58,16 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """
     groups: dict[str, Any] = {}
     parameters = []
-    hints = get_type_hints(command, include_extras=True)
-    for name, parameter in inspect.signature(command).parameters.items():
-        hint = hints[name]
+    for name, hint in get_type_hints(command, include_extras=True).items():
         if dataclasses.is_dataclass(hint):
             groups[name] = hint
-            types, panel = get_type_hints(hint, include_extras=True), getattr(hint, "PANEL", None)
-            parameters += [_parameter(f.name, types[f.name], f, panel) for f in dataclasses.fields(hint)]
-        elif isinstance(parameter.default, dataclasses.Field):
-            parameters.append(_parameter(name, hint, parameter.default, None))
-        else:  # a typer.Context
-            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hint))
-    parameters.sort(key=_is_expert)
+            types = get_type_hints(hint, include_extras=True)
+            parameters += [_parameter(f.name, types[f.name], f, hint) for f in dataclasses.fields(hint)]
+        elif name != "return":
+            parameters.append(_parameter(name, hint, inspect.signature(command).parameters[name].default))
+    parameters.sort(
+        key=lambda one: any(getattr(i, "rich_help_panel", None) == EXPERT for i in get_args(one.annotation))
+    )
 
     def run(**values: Any) -> None:
         for name, kind in groups.items():
@@ -75,28 +76,26 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
     run.__name__ = command.__name__
     run.__doc__ = re.sub(r"(?<!\n)\n(?= *- )", "\n\n", command.__doc__ or "")
-    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return run
 
 
-def _is_expert(parameter: inspect.Parameter) -> bool:
-    return any(getattr(about, "rich_help_panel", None) == EXPERT for about in get_args(parameter.annotation))
+def _parameter(name: str, hint: Any, field: Any, group: Any = None) -> inspect.Parameter:
+    default = inspect.Parameter.empty
+    if isinstance(field, dataclasses.Field):  # else a typer.Context
+        info = copy.copy(field.metadata["info"])
+        info.rich_help_panel = info.rich_help_panel or getattr(group, "PANEL", None)
+        if info.param_decls is not None and not any(one.startswith("--") for one in info.param_decls):
+            info.param_decls = (f"--{name.replace('_', '-')}", *info.param_decls)
+        hint = Annotated[hint, info]
+        default = default if field.default is dataclasses.MISSING else field.default
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
-def _parameter(name: str, hint: Any, field: Any, panel: str | None) -> inspect.Parameter:
-    metadata = field.metadata
-    about = metadata.get("argument")
-    if about is None:
-        names = metadata["names"]
-        if not any(each.startswith("--") for each in names):
-            names = (f"--{name.replace('_', '-')}", *names)
-        about = typer.Option(
-            *names, help=metadata["help"], rich_help_panel=metadata["panel"] or panel, **metadata["rules"]
-        )
-    default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-    annotation = Annotated[hint, about]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+def help_of(field: Any) -> str:
+    """Return the help of an ``option``."""
+    return str(field.metadata["info"].help)
 
 
 _DRAFTS = (
@@ -114,19 +113,15 @@ def best_head(target: str | None) -> str | None:
     return None if entry is None else entry.best_head
 
 
-def _shipped_heads(target: str | None) -> list[str]:
-    entry = entry_of(target)
-    return [name for name in METHODS if entry is not None and name in entry.heads]
-
-
 def drafts_without_path(target: str | None) -> list[str]:
     """Return the methods that suit any target, and those that ship with Draftwing for this one."""
-    return [*(name for name, entry in METHODS.items() if entry.needs == "nothing"), *_shipped_heads(target)]
+    return [*(name for name, method in METHODS.items() if method.needs == "nothing"), *default_drafts(target)[1:]]
 
 
 def default_drafts(target: str | None) -> list[str]:
-    """Return the drafts that are measured if none is named."""
-    return ["lookup", *_shipped_heads(target)]
+    """Return the drafts that are measured if none is named: lookup and the heads that ship with the target."""
+    entry = entry_of(target)
+    return ["lookup", *(name for name in METHODS if entry is not None and name in entry.heads)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,15 +139,15 @@ class Compared:
         def load(draft: str) -> NewDrafter:
             return load_drafter(draft, baseline.target, baseline.tokenizer, device=model.device)
 
-        drafters = [(name, load(name)) for name in self.draft or default_drafts(model.target) if name != "none"]
+        names = [name for name in self.draft or default_drafts(model.target) if name != "none"]
+        drafters = [(name, load(name)) for name in names]
         if not self.every:
             return drafters
         head = best_head(model.target)
-        combined = [] if head is None else [f"{head}+lookup"]
-        in_checkpoint = [name for name, method in METHODS.items() if method.needs == "target"]
-        present = {"none", *(name for name, _ in drafters)}
-        for name in [*drafts_without_path(model.target), *combined, *in_checkpoint]:
-            if name not in present:
+        more = drafts_without_path(model.target) + ([f"{head}+lookup"] if head else [])
+        more += [name for name, method in METHODS.items() if method.needs == "target"]
+        for name in more:
+            if name not in ("none", *names):
                 try:
                     drafters.append((name, load(name)))
                 except DraftwingError as error:
@@ -232,8 +227,7 @@ class Model:
     target: str | None = option(None, _TARGET_HELP, "-t")
     dtype: str = option("float32", "float32, bfloat16, float16, float64, or auto: the checkpoint's.")
     quantize: str | None = option(
-        None,
-        "int8: a quarter of the memory, up to three times as fast on a CPU. The output is the quantized model's.",
+        None, "int8: a quarter of the memory, up to three times as fast on a CPU. The output is the quantized model's."
     )
     device: str | None = option(None, "cpu or cuda. [default: cuda if available]")
     engine: str = option("auto", "lean, transformers, or auto: lean if it supports the model.", expert=True)
@@ -268,7 +262,7 @@ class SamplingOptions:
     min_p: float = option(0.0, "Drop tokens below this share of the most probable token's probability.")
     repetition_penalty: float = option(1.0, "Divides the logits of tokens in the prompt and output.", expert=True)
     presence_penalty: float = option(0.0, "Subtracted from the logit of every generated token.", expert=True)
-    frequency_penalty: float = option(0.0, "The same, for each time it was generated.", expert=True)
+    frequency_penalty: float = option(0.0, "Subtracted from a token's logit each time it was generated.", expert=True)
     logit_bias: list[str] | None = option(None, "ID:VALUE, added to a logit (-1e20: ban); repeatable.", expert=True)
     stop: list[str] | None = option(None, "String that ends the output; repeatable.")
     max_tokens: int = option(128, "Maximum number of new tokens.", "-n")
@@ -281,19 +275,20 @@ class SamplingOptions:
         """Return the checked parameters."""
         from draftwing.sampling import Sampling
 
-        same = {f.name for f in dataclasses.fields(Sampling)} & vars(self).keys() - {"stop", "logit_bias"}
-        return Sampling(
-            **{name: value for name, value in vars(self).items() if name in same},
-            logit_bias=dict(map(_parse_bias, self.logit_bias or ())),
-            stop=tuple(self.stop or ()),
-            logprobs=logprobs,
-        )
+        values = {name: value for name, value in vars(self).items() if name != "chat"}
+        values["logit_bias"] = dict(map(_parse_bias, self.logit_bias or ()))
+        values["stop"] = tuple(self.stop or ())
+        return Sampling(**values, logprobs=logprobs)
 
     def put(self, prompt: Prompt, tokenizer: Tokenizer) -> Prompt:
         """Return the prompt as messages for the chat template, or as plain text: see ``text.prompts.as_put``."""
         from draftwing.text.prompts import as_put
 
         return as_put(prompt, tokenizer.has_chat_template if self.chat is None else self.chat)
+
+    def put_all(self, prompts: Iterable[Prompt], lm: LM) -> list[Prompt]:
+        """Return every prompt as ``put`` does, for the target of ``lm``."""
+        return [self.put(prompt, lm.tokenizer) for prompt in prompts]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,7 +310,7 @@ PROMPTS = option(None, "Text file (one prompt), .jsonl file (one per line), or -
 
 @dataclasses.dataclass(frozen=True)
 class Examples:
-    prompts: Path | None = option(None, PROMPTS.metadata["help"])
+    prompts: Path | None = option(None, help_of(PROMPTS))
     num_prompts: int = option(10, "Use only the first N prompts.", min=1)
 
     def read(self, target: str | None) -> Sequence[Prompt]:

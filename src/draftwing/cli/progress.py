@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
-from rich.text import Text
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from draftwing.cli import screen
 from draftwing.cli.screen import format_alpha, new_console
@@ -36,10 +35,11 @@ def progress(
         with _print_regularly(counter.text):
             yield counter
         return
-    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), _Detail(detail))
+    more = TextColumn("{task.fields[detail]}", markup=False)
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), more)
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total or None)
+        task = bar.add_task(title, total=None, detail="")
+        yield lambda done, total: bar.update(task, completed=done, total=total or None, detail=detail())
 
 
 def token_rate(num_tokens: Callable[[], int]) -> Callable[[], str]:
@@ -51,15 +51,6 @@ def token_rate(num_tokens: Callable[[], int]) -> Callable[[], str]:
         return f"{count:,} tokens, {count / max(time.perf_counter() - began, 1e-9):,.0f} tokens/s"
 
     return text
-
-
-class _Detail(ProgressColumn):
-    def __init__(self, text: Callable[[], str]) -> None:
-        super().__init__()
-        self._text = text
-
-    def render(self, task: Task) -> Text:
-        return Text(self._text())
 
 
 class _Counter:

@@ -5,6 +5,7 @@ Model text never passes through rich's markup, and control characters in it neve
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -12,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -48,13 +49,33 @@ def new_console(*, stderr: bool = False) -> Console:
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=FILE_WIDTH)
 
 
-def new_table(*columns: str, no_wrap: bool = False, **options: Any) -> Table:
-    """Return a table. Columns whose name begins with ``>`` are right-aligned, and with ``no_wrap`` never wrapped."""
-    table = Table(**options)
-    for name in columns:
-        right = name.startswith(">")
-        table.add_column(name.removeprefix(">"), justify="right" if right else "left", no_wrap=right and no_wrap)
-    return table
+def print_table(records: Sequence[Mapping[str, Any]], layout: str, console: Console | None = None) -> None:
+    """Print a table of records, such as those of ``--json``.
+
+    Args:
+        layout: titles and formats of the columns, such as ``name: {name} | >tau: {tau:.2f}``. ``>`` aligns right.
+            A value that is None or missing leaves its cell empty, and a column without values is left out.
+    """
+    columns = [column.split(": ", 1) for column in layout.split(" | ")]
+    cells = [[_cell(record, form) for _, form in columns] for record in records]
+    used = [any(row[index] for row in cells) for index in range(len(columns))]
+    table = Table()
+    for title, _ in itertools.compress(columns, used):
+        is_right = title.startswith(">")
+        table.add_column(title.removeprefix(">"), justify="right" if is_right else "left", no_wrap=is_right)
+    for row in cells:
+        table.add_row(*itertools.compress(row, used))
+    (console or new_console()).print(table)
+
+
+def _cell(record: Mapping[str, Any], form: str) -> Text:
+    value = record.get(form.strip("{}"))
+    if isinstance(value, Text):
+        return value
+    try:
+        return Text(printable(form.format_map(record)))
+    except (KeyError, TypeError):
+        return Text()
 
 
 def put_line(console: Console, text: str | Text, style: str = "") -> None:
@@ -81,20 +102,15 @@ def error(message: str) -> None:
 def short_warnings() -> Iterator[None]:
     """Print Draftwing's warnings as one line each."""
 
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        if issubclass(category, DraftwingWarning):
-            put_line(new_console(stderr=True), f"warning: {' '.join(str(message).split())}", "yellow")
-        else:
-            (file or sys.stderr).write(warnings.formatwarning(message, category, filename, lineno, line))
-
     with warnings.catch_warnings():
+        show_others = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *rest: Any, **options: Any) -> None:
+            if issubclass(category, DraftwingWarning):
+                line(f"warning: {' '.join(str(message).split())}", "yellow")
+            else:
+                show_others(message, category, *rest, **options)
+
         warnings.showwarning = show
         yield
 
@@ -123,8 +139,20 @@ def _finite(value: Any) -> Any:
 
 
 def format_alpha(alpha: Sequence[float]) -> str:
-    """Return acceptance by depth as two digits each: ``.80 .65``."""
-    return " ".join(f"{value:.2f}".removeprefix("0") for value in alpha)
+    """Return acceptance by depth as two digits each, such as ``.80 .65``; ``-`` if there is none."""
+    return " ".join(f"{value:.2f}".removeprefix("0") for value in alpha) or "-"
+
+
+def format_figures(record: Mapping[str, Any], max_depths: int = 99) -> list[str]:
+    """Return tokens, speed, tau and acceptance of an answer, from its ``--json`` record."""
+    alpha = record["alpha"]
+    parts = [f"{record['num_tokens']} tokens", f"{record['tokens_per_s']:.1f} tokens/s", f"tau {record['tau']:.2f}"]
+    if alpha:
+        by_depth = format_alpha(alpha[:max_depths]) + (" ..." if len(alpha) > max_depths else "")
+        parts.append(f"acceptance {record['acceptance']:.0%} (by depth {by_depth})")
+    if not record["lossless"]:
+        parts.append("LOSSY: not the target's own text")
+    return parts
 
 
 def format_pairs(values: Mapping[str, Any]) -> str:

@@ -22,8 +22,7 @@ class Server:
     max_batch: int = option(8, "Number of requests decoded at once.", min=1)
     max_waiting: int = option(64, "Number of further requests that may wait; more are refused (429).", min=0)
     kv_memory: float | None = option(
-        None,
-        "GiB for the KV cache, allocated at the start; prompts with a common prefix share it. [default: it grows]",
+        None, "GiB for the KV cache, allocated at the start; prompts with a common prefix share it. [default: it grows]"
     )
     max_tokens: int | None = option(None, "Default limit of a request. [default: the context]", "-n", min=1)
     max_body: int = option(8, "Maximum size of a request in MiB.", min=1, expert=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,8 +13,19 @@ import typer
 from rich.text import Text
 
 from draftwing.cli import progress, screen
-from draftwing.cli.options import JSON, PROMPTS, TARGET, Data, Model, argument, option, parse_taps, with_options
-from draftwing.cli.screen import format_alpha, new_console, new_table, print_line, printable
+from draftwing.cli.options import (
+    JSON,
+    PROMPTS,
+    TARGET,
+    Data,
+    Model,
+    argument,
+    help_of,
+    option,
+    parse_taps,
+    with_options,
+)
+from draftwing.cli.screen import format_alpha, print_line, print_table
 from draftwing.errors import ConfigError, DraftwingError
 from draftwing.methods.registry import training_methods
 from draftwing.models.catalogue import entry_of
@@ -33,7 +44,7 @@ _STEPS = ", ".join(f"{name} {way.unroll_steps}" for name, (_, way) in training_m
 @dataclass(frozen=True)
 class Run:
     out: Path = option(..., "Folder of the run: checkpoint, metrics, curves, head/.", "-o")
-    target: str | None = option(None, TARGET.metadata["help"], "-t")
+    target: str | None = option(None, help_of(TARGET), "-t")
     cache: Path | None = option(
         None,
         "Features of `draftwing data cache` (with its --data) or `draftwing data regenerate --features` (without).",
@@ -51,13 +62,15 @@ class Training:
 
     minutes: float | None = option(None, "Train for N minutes.")
     iterations: int | None = option(None, "Train for N updates.")
-    max_length: int = option(512, "Tokens of a window or dialogue.")
+    max_length: int = option(512, "Maximum number of tokens of a window or dialogue.")
     objective: str | None = option(None, "eagle1, hass, eagle3, tv, fkl, rkl, jsd, jsd:BETA or next-token.")
     unroll_steps: int | None = option(None, f"Steps of training-time test; modules of mtp. [default: {_STEPS}]")
     draft_vocab_size: int | None = option(None, "EAGLE-3's draft vocabulary. [default: the whole vocabulary]")
-    loss_vocab_size: int | None = option(None, "EAGLE-1, HASS: loss over the N most frequent tokens. [default: all]")
     lr: float | None = option(None, "Peak learning rate. [default: 1e-3]")
     seed: int = option(0, "Seed of the weights, the order of the data and the noise.")
+    loss_vocab_size: int | None = option(
+        None, "EAGLE-1, HASS: loss over the N most frequent tokens. [default: all]", expert=True
+    )
     tokens_per_batch: int = option(2048, "Tokens of a batch.", expert=True)
     accumulation: int = option(1, "Batches of one update.", expert=True)
     later_share: float = option(1.0, "Share of the entries in unrolled steps after the first.", expert=True)
@@ -131,20 +144,18 @@ def _run(session: Session, out: Path | None) -> Progress:
     """Train until the end or a signal, and log to TensorBoard in ``out``."""
     from draftwing.train.curves import TensorBoardLog
 
-    board = None if out is None else TensorBoardLog(out)
-    try:
-        with progress.training() as show, _stop_on_signals(session.trainer):
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(progress.training())]
+        stack.enter_context(_stop_on_signals(session.trainer))
+        if out is not None:
+            listeners.append(stack.enter_context(closing(TensorBoardLog(out))))
 
-            def on_progress(step: Progress) -> None:
-                show(step)
-                if board is not None:
-                    board(step)
+        def on_progress(step: Progress) -> None:
+            for listener in listeners:
+                listener(step)
 
-            session.trainer.on_progress = on_progress
-            return session.run()
-    finally:
-        if board is not None:
-            board.close()
+        session.trainer.on_progress = on_progress
+        return session.run()
 
 
 @contextmanager
@@ -223,15 +234,16 @@ def doctor(
 
 
 def _print_findings(findings: Sequence[Finding], fit: Fit | None) -> None:
-    table = new_table("check", "status", "finding")
-    for each in findings:
-        detail = f"{each.detail}\n{each.fix}" if each.fix and each.status != "ok" else each.detail
-        table.add_row(each.name, Text(each.status, _STATUS_STYLES.get(each.status, "")), Text(printable(detail)))
-    new_console().print(table)
+    records = []
+    for finding in findings:
+        detail = f"{finding.detail}\n{finding.fix}" if finding.fix and finding.status != "ok" else finding.detail
+        status = Text(finding.status, _STATUS_STYLES.get(finding.status, ""))
+        records.append({"name": finding.name, "status": status, "detail": detail})
+    print_table(records, "check: {name} | status: {status} | finding: {detail}")
     if fit is None:
         return
     style = {"fits": "green", "weak": "yellow"}.get(fit.verdict, "bold red")
-    print_line(f"acceptance by depth {format_alpha(fit.alpha) or '-'}, tau {fit.tau:.2f}: {fit.verdict}", style)
+    print_line(f"acceptance by depth {format_alpha(fit.alpha)}, tau {fit.tau:.2f}: {fit.verdict}", style)
     print_line(f"tried on {fit.tried_on}: {fit.num_drafts} drafts, greedy")
     low, high = fit.interval
     print_line(

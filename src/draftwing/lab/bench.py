@@ -2,18 +2,17 @@
 
 At batch 1, the baseline (decoding without drafts) and each method take turns on every turn of every question. Later
 turns follow the baseline's answers, so that all methods see the same prompts. ``records.jsonl`` has the settings, then
-each question set, method and answer as one line of JSON; an answer is on disk as soon as it is finished.
+each question set, method and answer; an answer is on disk as soon as it is finished.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,8 +22,9 @@ from draftwing.cpu.library import get_kernel
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError, shown
 from draftwing.formats.gguf_folder import LINK
 from draftwing.lab.bench_sets import Question, QuestionSet
-from draftwing.lab.compare import promise_of
-from draftwing.lab.machine import describe_machine
+from draftwing.lab.compare import first_difference, promise_of
+from draftwing.lab.machine import describe_machine, describe_target
+from draftwing.lab.records import RecordFile
 from draftwing.lm import LM, Generation
 from draftwing.sampling import Sampling
 from draftwing.sampling_options import nth_seed
@@ -64,6 +64,10 @@ class Method:
     draft: str
     lm: LM
 
+    @property
+    def key(self) -> str:
+        return str(self.describe()["key"])
+
     def describe(self) -> dict[str, Any]:
         """Return the method's record; ``key`` is a digest of the other values."""
         drafter, budget = self.lm.drafter, self.lm.budget
@@ -92,16 +96,10 @@ def name_of_sampling(sampling: Sampling) -> str:
 
 
 def parse_sampling(text: str, folder: Path) -> Sampling:
-    """Parse ``0``, ``1``, ``0.2,top_p=0.9`` or ``model``, which reads the target's ``generation_config.json``.
-
-    Args:
-        folder: the target's.
+    """Parse ``0``, ``1``, ``0.2,top_p=0.9`` or ``model``: the ``generation_config.json`` in the target's folder.
 
     Raises:
-        CheckpointError: ``generation_config.json`` is not JSON.
-        ConfigError: unknown settings, or the model has none.
-        SamplingError: a value outside its range.
-        UnsupportedError: a setting of the model that Draftwing does not support.
+        CheckpointError, ConfigError, SamplingError, UnsupportedError: unreadable, unknown, invalid or unsupported.
     """
     if text.strip() == "model":
         return _read_model_sampling(folder / "generation_config.json")
@@ -146,22 +144,15 @@ def _read_model_sampling(file: Path) -> Sampling:
 
 
 def describe_settings(lm: LM, sampling: Sampling) -> dict[str, Any]:
-    """Return everything that figures depend on, except set, sampling and draft. One table has one of these.
-
-    Args:
-        lm: the baseline.
-        sampling: only its ``max_tokens``, ``ignore_eos`` and ``seed`` are used.
-    """
+    """Return everything that figures depend on, except set, sampling and draft. One table has one of these."""
     target = lm.target
     kernel = get_kernel() if target.runtime == "kernel" else None
     return {
-        "target": target.name,
+        **describe_target(target),
+        "quantize": target.quantized or "none",
         "target_identity": weights_digest(lm.tokenizer.folder),
         "tokenizer": lm.tokenizer.vocab_hash,
         "chat": lm.tokenizer.has_chat_template,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "quantize": target.quantized or "none",
-        "device": str(target.device),
         "runtime": f"{target.runtime}, {type(target).__name__}" if kernel is None else kernel.name,
         "matrices": target.runs_as,
         "tokens": sampling.max_tokens,
@@ -174,11 +165,7 @@ def describe_settings(lm: LM, sampling: Sampling) -> dict[str, Any]:
 
 
 def weights_digest(folder: Path) -> str:
-    """Hash evenly spaced parts of a model's weight files to 16 hexadecimal digits; takes milliseconds.
-
-    Raises:
-        CheckpointError: the files cannot be read.
-    """
+    """Hash evenly spaced parts of a model's weight files to 16 hexadecimal digits; takes milliseconds."""
     sha = hashlib.sha256()
     link = folder / LINK
     files = [link] if link.exists() else sorted(p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin"))
@@ -217,23 +204,24 @@ class Unit(NamedTuple):
         return cls(*(record[name] for name in cls._fields))
 
 
-@dataclass
 class Journal:
-    """The records of one folder.
+    """The records of a folder: ``settings``, ``sets`` by name, ``methods`` by key, and turns.
 
-    Attributes:
-        settings: what all records depend on; empty in a new folder.
-        sets, methods: by name, and by key, as recorded.
-        answers: records of each unit, several if methods were added later.
-        skipped: units whose prompt and answer exceed the context.
+    A unit has several ``answers`` if methods were added later. ``skipped`` units exceed the context.
+
+    Raises:
+        CheckpointError: the records cannot be read.
     """
 
-    folder: Path
-    settings: dict[str, Any] = field(default_factory=dict)
-    sets: dict[str, dict[str, Any]] = field(default_factory=dict)
-    methods: dict[str, dict[str, Any]] = field(default_factory=dict)
-    answers: dict[Unit, list[dict[str, Any]]] = field(default_factory=dict)
-    skipped: dict[Unit, dict[str, Any]] = field(default_factory=dict)
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.settings: dict[str, Any] = {}
+        self.sets: dict[str, dict[str, Any]] = {}
+        self.methods: dict[str, dict[str, Any]] = {}
+        self.answers: dict[Unit, list[dict[str, Any]]] = {}
+        self.skipped: dict[Unit, dict[str, Any]] = {}
+        self._file = RecordFile(folder / FILE, "bench")
+        self._file.load(self._take)
 
     def done(self, unit: Unit) -> set[str]:
         """Return the keys of the methods that have answered."""
@@ -243,48 +231,36 @@ class Journal:
         """Return the baseline's answer."""
         return str(self.answers[unit][0]["plain"]["text"])
 
-    def load(self, record: Mapping[str, Any]) -> None:
-        """Add a record that is on disk. Raises KeyError, TypeError or ValueError if it is malformed."""
+    def _take(self, record: Mapping[str, Any]) -> None:
         kind = record["kind"]
         values = {name: value for name, value in record.items() if name != "kind"}
-        match kind:
-            case "settings":
-                self.settings = values
-            case "set":
-                self.sets[record["name"]] = values
-            case "method":
-                self.methods[record["key"]] = values
-            case "answer":
-                self.answers.setdefault(Unit.of_record(record), []).append(values)
-            case "skipped":
-                self.skipped[Unit.of_record(record)] = values
-            case _:
-                raise ValueError(f"unknown kind {shown(kind)}")
+        if kind == "settings":
+            self.settings = values
+        elif not self.settings:
+            raise ValueError("the settings must be first")
+        elif kind == "set":
+            self.sets[record["name"]] = values
+        elif kind == "method":
+            self.methods[record["key"]] = values
+        elif kind == "answer":
+            self.answers.setdefault(Unit.of_record(record), []).append(values)
+        elif kind == "skipped":
+            self.skipped[Unit.of_record(record)] = values
+        else:
+            raise ValueError(f"unknown kind {shown(kind)}")
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Append a record to the file and sync it to disk.
-
-        Raises:
-            OSError: for example if the disk is full.
-        """
-        line = json.dumps(record, ensure_ascii=False, default=str) + "\n"
-        with (self.folder / FILE).open("ab") as file:
-            file.write(line.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        self.load(record)
+        """Append a record. Raises CheckpointError if the file cannot be written."""
+        self._file.append(record)
+        self._take(record)
 
     def begin(self, settings: Mapping[str, Any]) -> None:
-        """Record the settings of all answers that follow.
-
-        Raises:
-            ConfigError: the folder has results of other settings.
-        """
+        """Record the settings of all answers. Raises ConfigError if the folder has results of other settings."""
         new = json.loads(json.dumps(dict(settings), default=str))
         if not self.settings:
             self.add({"kind": "settings", **new})
         elif settings_key(self.settings) != settings_key(new):
-            before, after = ({**each, **each["machine"]} for each in (self.settings, new))
+            before, after = ({**values, **values["machine"]} for values in (self.settings, new))
             changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
             name = next(name for name in changed if name not in ("target", "machine"))
             if name == "target_identity" and "target" in changed:
@@ -296,11 +272,7 @@ class Journal:
             )
 
     def add_set(self, questions: QuestionSet) -> None:
-        """Record a question set, once.
-
-        Raises:
-            ConfigError: the folder has another set of this name.
-        """
+        """Record a question set, once. Raises ConfigError if the folder has another set of this name."""
         recorded = self.sets.get(questions.name)
         if recorded is None:
             values = {"name": questions.name, "file": Path(questions.path).name, "identity": questions.identity}
@@ -314,46 +286,16 @@ class Journal:
 
 @contextmanager
 def open_journal(folder: Path) -> Iterator[Journal]:
-    """Lock a folder for writing, make it if it is missing, and read its records; drop an unfinished last line.
-
-    Raises:
-        ConfigError: another process writes there, or the folder is not writable.
-        CheckpointError: the records cannot be read.
-    """
+    """Lock a folder for writing (ConfigError if that fails), make it if it is missing, and read its records."""
     with locked(folder, ConfigError):
-        file = folder / FILE
-        if not file.exists():
-            yield Journal(folder)
-            return
-        with file.open("rb+") as stream:
-            stream.truncate(stream.read().rfind(b"\n") + 1)
-        yield read_journal(folder)
+        yield Journal(folder)
 
 
 def read_journal(folder: Path) -> Journal:
-    """Read the records of a folder.
-
-    Raises:
-        CheckpointError: there are none, or they cannot be read.
-    """
-    file = folder / FILE
-    try:
-        lines = file.read_bytes().split(b"\n")
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder}: no results of draftwing bench in this folder ({error}): give a folder that --out wrote"
-        ) from error
+    """Read the records of a folder. Raises CheckpointError if there are none."""
     journal = Journal(folder)
-    for number, line in enumerate(lines[:-1], 1):  # the last one is empty or unfinished
-        try:
-            journal.load(parse_json(line))
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{file}, line {number}: not a record of draftwing bench ({error}): restore the file, or delete "
-                f"the line"
-            ) from error
     if not journal.settings:
-        raise CheckpointError(f"{file}: no settings in it: delete it, and run draftwing bench again")
+        raise CheckpointError(f"{folder}: no results of draftwing bench in this folder: give a folder that --out wrote")
     return journal
 
 
@@ -362,13 +304,9 @@ def read_journal(folder: Path) -> Journal:
 
 @dataclass(frozen=True)
 class Plan:
-    """The measurements to make.
+    """The measurements to make: every set with every sampling, the baseline (``plain``) and every method.
 
-    Attributes:
-        plain: the baseline, which has no drafter.
-        methods: all on the baseline's target.
-        samplings: each set is answered with each.
-        limit: questions of each set; None takes all.
+    ``limit`` is the number of questions of each set; None takes all.
     """
 
     plain: LM
@@ -384,14 +322,12 @@ class Plan:
         for name, values in (("draft", self.methods), ("question set", self.sets), ("temperature", self.samplings)):
             if not values:
                 raise ConfigError(f"bench needs at least one {name}: give one")
-        seen = set()
+        keys = [method.key for method in self.methods]
         for method in self.methods:
-            key = method.describe()["key"]
-            if key in seen:
+            if keys.count(method.key) > 1:
                 raise ConfigError(
                     f"{method.draft} with tree {method.lm.describe_budget()} is requested twice: leave one out"
                 )
-            seen.add(key)
 
     def units(self, questions: QuestionSet, sampling: Sampling) -> list[tuple[Question, list[Unit]]]:
         """Return the chosen questions of a set, each with the units of its turns."""
@@ -402,38 +338,28 @@ class Plan:
         ]
 
 
-def run(plan: Plan, journal: Journal, on_progress: Callable[[int, int], None] | None = None) -> None:
+def run(plan: Plan, journal: Journal, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
     """Measure every answer that the journal does not have, and add it.
 
-    Args:
-        on_progress: called with (done, total) answers of those that were missing.
-
-    Raises:
-        ConfigError: see ``Plan.check`` and ``Journal.add_set``.
+    ``on_progress`` is called with (done, total) of the missing answers. Raises ConfigError for an invalid plan.
     """
     plan.check()
     for questions in plan.sets:
         journal.add_set(questions)
-    methods = {record["key"]: record for record in (method.describe() for method in plan.methods)}
-    for key, record in methods.items():
-        if key not in journal.methods:
-            journal.add({"kind": "method", **record})
+    keys = {method.key for method in plan.methods}
+    for method in plan.methods:
+        if method.key not in journal.methods:
+            journal.add({"kind": "method", **method.describe()})
     passes = [(sampling, plan.units(questions, sampling)) for questions in plan.sets for sampling in plan.samplings]
-    todo = {
-        unit
-        for _, chosen in passes
-        for _, units in chosen
-        for unit in units
-        if unit not in journal.skipped and not journal.done(unit) >= methods.keys()
-    }
+    every = [unit for _, chosen in passes for _, units in chosen for unit in units]
+    todo = {unit for unit in every if unit not in journal.skipped and not journal.done(unit) >= keys}
     total = len(todo)
     for sampling, chosen in passes:
         session = _Session(plan, journal, sampling)
         for index, (question, units) in enumerate(chosen):
             for unit in session.answer(question, units, index):
                 todo.discard(unit)
-                if on_progress is not None:
-                    on_progress(total - len(todo), total)
+                on_progress(total - len(todo), total)
 
 
 class _Session:
@@ -441,13 +367,11 @@ class _Session:
 
     def __init__(self, plan: Plan, journal: Journal, sampling: Sampling) -> None:
         self._plain, self._journal, self._sampling = plan.plain, journal, sampling
-        self._lms = {
-            method.describe()["key"]: type(lm)(
-                lm.target, lm.tokenizer, lm.new_drafter, lm.rule, lm.budget, lossless=lm.lossless
-            )
-            for method in plan.methods
-            for lm in [method.lm]
-        }
+        self._lms = {}
+        for method in plan.methods:
+            lm = method.lm
+            new = type(lm)(lm.target, lm.tokenizer, lm.new_drafter, lm.rule, lm.budget, lossless=lm.lossless)
+            self._lms[method.key] = new
         self._is_warm = False
 
     def answer(self, question: Question, units: Sequence[Unit], index: int) -> Iterator[Unit]:
@@ -461,13 +385,13 @@ class _Session:
             if missing:
                 messages = question.messages(answers)
                 is_chat = self._plain.tokenizer.has_chat_template
-                prompt = self._plain.encode(messages if is_chat else "\n\n".join(each["content"] for each in messages))
-                room = self._plain.target.max_length - len(prompt)
-                if room < self._sampling.max_tokens:
-                    size = {"prompt_tokens": len(prompt), "context": self._plain.target.max_length}
+                text = "\n\n".join(message["content"] for message in messages)
+                prompt = self._plain.encode(messages if is_chat else text)
+                context = self._plain.target.max_length
+                if context - len(prompt) < self._sampling.max_tokens:
                     for rest in units[turn:]:
-                        values = {"set": rest.set, "question": rest.question, "id": question.id, "turn": rest.turn}
-                        self._journal.add({"kind": "skipped", **values, "sampling": rest.sampling, **size})
+                        size = {"prompt_tokens": len(prompt), "context": context}
+                        self._journal.add({"kind": "skipped", **rest._asdict(), "id": question.id, **size})
                         yield rest
                     return
                 self._measure(question, unit, prompt, missing, index)
@@ -485,56 +409,42 @@ class _Session:
             self._is_warm = True
         names = list(lms)
         first = (index + unit.turn) % len(names)  # independent of what an earlier run left
-        results = {name: _generate(lms[name], prompt, sampling) for name in [*names[first:], *names[:first]]}
-        plain, plain_wall = results["plain"]
+        generations, counts = {}, {}
+        for name in [*names[first:], *names[:first]]:
+            start = time.perf_counter()
+            (generations[name],) = lms[name].generate([prompt], sampling)
+            wall = time.perf_counter() - start  # prefill included
+            stats = generations[name].stats
+            counts[name] = {
+                "tokens": stats.num_tokens,
+                "forwards": stats.num_forwards,
+                "drafted": stats.num_drafted,
+                "reached": stats.reached,
+                "taken": stats.taken,
+                "seconds": stats.total_seconds,
+                "wall": wall,
+                "lossless": stats.lossless,
+            }
+        plain = generations.pop("plain")
+        methods = {
+            key: {**counts[key], **_difference(generation, plain), "promise": promise_of(lms[key], sampling)}
+            for key, generation in generations.items()
+        }
         self._journal.add(
             {
                 "kind": "answer",
-                "set": unit.set,
-                "question": unit.question,
+                **unit._asdict(),
                 "id": question.id,
                 "categories": question.categories,
-                "turn": unit.turn,
-                "sampling": unit.sampling,
                 "prompt_tokens": len(prompt),
-                "plain": {**_counts(plain, plain_wall), "text": plain.text, "finish_reason": plain.finish_reason},
-                "methods": {
-                    key: {
-                        **_counts(*results[key]),
-                        **_difference(results[key][0], plain),
-                        "promise": promise_of(lms[key], sampling),
-                    }
-                    for key in names[1:]
-                },
+                "plain": {**counts["plain"], "text": plain.text, "finish_reason": plain.finish_reason},
+                "methods": {key: methods[key] for key in names[1:]},
             }
         )
-
-
-def _generate(lm: LM, prompt: list[int], sampling: Sampling) -> tuple[Generation, float]:
-    """Decode a prompt; return the generation and its seconds, prefill included."""
-    start = time.perf_counter()
-    (generation,) = lm.generate([prompt], sampling)
-    return generation, time.perf_counter() - start
-
-
-def _counts(generation: Generation, wall: float) -> dict[str, Any]:
-    stats = generation.stats
-    return {
-        "tokens": stats.num_tokens,
-        "forwards": stats.num_forwards,
-        "drafted": stats.num_drafted,
-        "reached": stats.reached,
-        "taken": stats.taken,
-        "seconds": stats.total_seconds,
-        "wall": wall,
-        "lossless": stats.lossless,
-    }
 
 
 def _difference(generation: Generation, plain: Generation) -> dict[str, Any]:
     ids, plain_ids = generation.token_ids, plain.token_ids
     if ids == plain_ids:
         return {"identical": True}
-    pairs = enumerate(zip(ids, plain_ids, strict=False))
-    differs_at = next((n for n, (token, other) in pairs if token != other), min(len(ids), len(plain_ids)))
-    return {"identical": False, "differs_at": differs_at, "text": generation.text}
+    return {"identical": False, "differs_at": first_difference(ids, plain_ids), "text": generation.text}

@@ -8,9 +8,10 @@ Shape suffixes: R resamples, Q questions.
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -31,12 +32,7 @@ Answer = tuple[dict[str, Any], dict[str, Any]]  # a record, and the part of it t
 
 @dataclass(frozen=True)
 class ResultSample:
-    """Sums over the turns of each question: (Q,), or (R, Q) if resampled.
-
-    Attributes:
-        tokens, forwards, seconds, wall: of a method.
-        plain_tokens, plain_seconds, plain_wall: of the baseline.
-    """
+    """Sums over the turns of each question for a method and the baseline (plain): (Q,), or (R, Q) if resampled."""
 
     tokens: Array
     forwards: Array
@@ -48,7 +44,7 @@ class ResultSample:
 
     @classmethod
     def of(cls, answers: Iterable[tuple[Any, Mapping[str, Any], Mapping[str, Any]]]) -> ResultSample:
-        """Sum (question, the method's counts, the baseline's counts) of each turn by question."""
+        """Sum (question, the method's counts, the baseline's counts) over turns."""
         sums: dict[Any, Array] = {}
         for question, counts, plain in answers:
             row = [counts[name] for name in ("tokens", "forwards", "seconds", "wall")]
@@ -57,22 +53,11 @@ class ResultSample:
         return cls(*np.array(list(sums.values())).T)
 
     @property
-    def size(self) -> int:
-        """Q."""
-        return int(self.tokens.shape[-1])
-
-    def take(self, indices: NDArray[np.intp]) -> ResultSample:
-        """Resample the questions; the arrays get the shape of ``indices``."""
-        return ResultSample(**{name: values[indices] for name, values in vars(self).items()})
-
-    @property
     def rate(self) -> Array:
-        """Tokens per second of decoding with the method."""
         return self.tokens / self.seconds
 
     @property
     def plain_rate(self) -> Array:
-        """Tokens per second of the baseline."""
         return self.plain_tokens / self.plain_seconds
 
 
@@ -100,15 +85,18 @@ class Estimate:
 
     @classmethod
     def of(cls, value: float, resampled: Array) -> Estimate:
-        """Take the interval from the resamples."""
         if not resampled.size:
             return cls(value, None, None, resampled)
         low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
         return cls(value, float(low), float(high), resampled)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return value and interval as JSON values."""
         return {"value": self.value, "low": self.low, "high": self.high}
+
+    def text(self, unit: str = "", *, has_interval: bool = True) -> str:
+        """Return for example ``1.61x [1.52-1.71]``."""
+        ends = f" [{self.low:.2f}-{self.high:.2f}]" if has_interval and self.low is not None else ""
+        return f"{self.value:.2f}{unit}{ends}"
 
 
 def resamples(size: int, seed: str) -> NDArray[np.intp]:
@@ -119,11 +107,12 @@ def resamples(size: int, seed: str) -> NDArray[np.intp]:
 
 def estimate(sample: ResultSample, seed: str) -> dict[str, Estimate]:
     """Compute every statistic of a sample; equal seeds draw equal questions."""
-    resampled = sample.take(resamples(sample.size, seed)) if sample.size > 1 else None
-    return {
-        name: Estimate.of(float(compute(sample)), np.empty(0) if resampled is None else compute(resampled))
-        for name, compute in STATISTICS.items()
-    }
+    size = len(sample.tokens)
+    if size < 2:
+        return {name: Estimate.of(float(compute(sample)), np.empty(0)) for name, compute in STATISTICS.items()}
+    drawn = resamples(size, seed)
+    resampled = ResultSample(**{name: values[drawn] for name, values in vars(sample).items()})
+    return {name: Estimate.of(float(compute(sample)), compute(resampled)) for name, compute in STATISTICS.items()}
 
 
 def mean_estimate(estimates: Sequence[Estimate]) -> Estimate:
@@ -158,9 +147,7 @@ class ResultRow:
         tokens_per_s, plain_tokens_per_s: means over questions.
         alpha, reached: acceptance by depth, and how often a draft reached that depth.
         n_alpha: for a fixed chain of an EAGLE head, acceptance of the n-th token, which has read n predicted features.
-        num_identical: answers that equal the baseline's.
         promise: what the rule preserves: ``text``, ``law`` or ``nothing`` (see ``compare.MethodResult``).
-        seconds, plain_seconds: of all answers.
     """
 
     set: str
@@ -193,6 +180,30 @@ class ResultRow:
         """True unless the rule preserves the text and an answer differs."""
         return self.promise != "text" or self.num_identical == self.num_answers
 
+    def cells(self, *, is_brief: bool = False) -> dict[str, str]:
+        """Return the line as text by column; ``is_brief`` leaves out some intervals and deep levels."""
+        num_depths = 3 if is_brief else 10
+        alpha = [f"{value:.2f}".removeprefix("0") for value in self.alpha[:num_depths]]
+        alpha += ["..."] if len(self.alpha) > num_depths else []
+        suffix = " (same distribution)" if self.promise == "law" else "" if self.lossless else ", LOSSY rule"
+        return {
+            "set": self.set,
+            "part": self.part,
+            "sampling": self.sampling,
+            "draft": self.method["draft"] + ("" if self.method["rule"] == "match" else f" ({self.method['rule']})"),
+            "tree": str(self.method["budget"]),
+            "n": str(self.num_questions),
+            "tau": self.figures["tau"].text(),
+            "speedup": self.figures["speedup"].text("x"),
+            "of means": self.figures["speedup_ratio_of_means"].text("x", has_interval=not is_brief),
+            "with prompt": self.figures["speedup_with_prompt"].text("x", has_interval=not is_brief),
+            "tokens/s": f"{self.tokens_per_s:.1f}",
+            "plain": f"{self.plain_tokens_per_s:.1f}",
+            "alpha by depth": " ".join(alpha) or "-",
+            "identical": f"{self.num_identical} of {self.num_answers}{suffix}",
+            "seconds": f"{self.seconds:.0f}",
+        }
+
     def to_dict(self) -> dict[str, Any]:
         values = {name: value for name, value in vars(self).items() if name not in ("figures", "method")}
         method = {name: self.method[name] for name in ("draft", "budget", "rule", "key")}
@@ -216,9 +227,9 @@ class Group:
     sets: dict[str, dict[str, Any]]
     methods: dict[str, dict[str, Any]]
     folders: list[str]
-    rows: list[ResultRow] = field(default_factory=list)
-    skipped: list[dict[str, Any]] = field(default_factory=list)
-    differences: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[ResultRow]
+    skipped: list[dict[str, Any]]
+    differences: list[dict[str, Any]]
 
     @property
     def wholes(self) -> list[ResultRow]:
@@ -242,11 +253,11 @@ def gather(journals: Sequence[Journal]) -> list[Group]:
     """Summarise one or several folders: one group for equal settings and questions."""
     grouped: list[list[Journal]] = []
     for journal in journals:
-        group = next((group for group in grouped if all(_fits(journal, other) for other in group)), None)
-        if group is None:
-            grouped.append([journal])
+        fitting = [group for group in grouped if all(_fits(journal, other) for other in group)]
+        if fitting:
+            fitting[0].append(journal)
         else:
-            group.append(journal)
+            grouped.append([journal])
     return [_summarise(group) for group in grouped]
 
 
@@ -258,23 +269,23 @@ def _fits(one: Journal, other: Journal) -> bool:
 
 
 def _summarise(journals: Sequence[Journal]) -> Group:
-    group = Group(journals[0].settings, {}, {}, [str(journal.folder) for journal in journals])
     answers: dict[tuple[str, Unit], Answer] = {}  # by method and unit; the first one that was measured
     skipped: dict[Unit, dict[str, Any]] = {}
+    sets: dict[str, dict[str, Any]] = {}
+    methods: dict[str, dict[str, Any]] = {}
     for journal in journals:
-        group.sets |= journal.sets
-        group.methods |= journal.methods
+        sets |= journal.sets
+        methods |= journal.methods
         skipped |= journal.skipped
         for unit, records in journal.answers.items():
             for record in records:
                 for key, counts in record["methods"].items():
                     answers.setdefault((key, unit), (record, counts))
-    group.methods = _with_distinct_names(group.methods)
-    group.skipped = list(skipped.values())
-    group.differences = [
+    methods = _with_distinct_names(methods)
+    differences = [
         {
             **{name: record[name] for name in ("set", "question", "id", "turn", "sampling")},
-            **{name: group.methods[key][name] for name in ("draft", "budget", "rule")},
+            **{name: methods[key][name] for name in ("draft", "budget", "rule")},
             **{name: counts[name] for name in ("promise", "differs_at")},
             "plain_text": record["plain"]["text"],
             "text": counts["text"],
@@ -282,8 +293,15 @@ def _summarise(journals: Sequence[Journal]) -> Group:
         for (key, _), (record, counts) in answers.items()
         if not counts["identical"]
     ]
-    group.rows = list(_rows(group, answers))
-    return group
+    return Group(
+        settings=journals[0].settings,
+        sets=sets,
+        methods=methods,
+        folders=[str(journal.folder) for journal in journals],
+        rows=list(_rows(sets, methods, answers)),
+        skipped=list(skipped.values()),
+        differences=differences,
+    )
 
 
 def _with_distinct_names(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -296,24 +314,23 @@ def _with_distinct_names(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     return renamed
 
 
-def _rows(group: Group, answers: Mapping[tuple[str, Unit], Answer]) -> Iterator[ResultRow]:
+def _rows(
+    sets: Mapping[str, Any], methods: Mapping[str, Mapping[str, Any]], answers: Mapping[tuple[str, Unit], Answer]
+) -> Iterator[ResultRow]:
     tables: dict[tuple[str, str, str], list[Answer]] = {}
     for (key, unit), answer in answers.items():
         tables.setdefault((unit.set, unit.sampling, key), []).append(answer)
     samplings = list(dict.fromkeys(sampling for _, sampling, _ in tables))
-    wholes: list[ResultRow] = []
-    for name in group.sets:
-        for sampling in samplings:
-            for key, method in group.methods.items():
-                if (name, sampling, key) in tables:
-                    rows = [_row(method, name, sampling, *part) for part in _parts(tables[name, sampling, key])]
-                    wholes.append(rows[0])
-                    yield from rows
-    for sampling in samplings:
-        for key in group.methods:
-            rows = [row for row in wholes if row.sampling == sampling and row.method["key"] == key]
-            if len(rows) > 1 and len(rows) == len(group.sets):
-                yield _mean(rows)
+    wholes: dict[tuple[str, str], list[ResultRow]] = {}
+    for name, sampling, key in itertools.product(sets, samplings, methods):
+        if (name, sampling, key) in tables:
+            rows = [_row(methods[key], name, sampling, *part) for part in _parts(tables[name, sampling, key])]
+            wholes.setdefault((sampling, key), []).append(rows[0])
+            yield from rows
+    for sampling, key in itertools.product(samplings, methods):
+        rows = wholes.get((sampling, key), [])
+        if len(rows) > 1 and len(rows) == len(sets):
+            yield _mean(rows)
 
 
 def _parts(answers: Sequence[Answer]) -> Iterator[tuple[str | None, int | None, list[Answer]]]:
@@ -347,7 +364,7 @@ def _row(
         turn=turn,
         sampling=sampling,
         method=method,
-        num_questions=sample.size,
+        num_questions=len(sample.tokens),
         num_answers=len(answers),
         figures=estimate(sample, f"{name} {category} {turn}"),  # the same resampled questions for every method
         tokens_per_s=float(sample.rate.mean()),
@@ -365,35 +382,29 @@ def _row(
 
 def _mean(rows: Sequence[ResultRow]) -> ResultRow:
     """Average whole sets with equal weights, like the last column of the papers' tables."""
-    sums: dict[str, Any] = {
-        name: sum(getattr(row, name) for row in rows)
-        for name in ("num_questions", "num_answers", "num_identical", "seconds", "plain_seconds")
-    }
-    means: dict[str, Any] = {
-        name: sum(getattr(row, name) for row in rows) / len(rows) for name in ("tokens_per_s", "plain_tokens_per_s")
-    }
-    figures = {name: mean_estimate([row.figures[name] for row in rows]) for name in STATISTICS}
-    lossless = all(row.lossless for row in rows)
+
+    def total(name: str) -> Any:
+        return sum(getattr(row, name) for row in rows)
+
     return replace(
-        rows[0], set=MEAN, figures=figures, alpha=[], reached=[], n_alpha=None, lossless=lossless, **sums, **means
+        rows[0],
+        set=MEAN,
+        figures={name: mean_estimate([row.figures[name] for row in rows]) for name in STATISTICS},
+        alpha=[],
+        reached=[],
+        n_alpha=None,
+        lossless=all(row.lossless for row in rows),
+        tokens_per_s=total("tokens_per_s") / len(rows),
+        plain_tokens_per_s=total("plain_tokens_per_s") / len(rows),
+        **{name: total(name) for name in ("num_questions", "num_answers", "num_identical", "seconds", "plain_seconds")},
     )
 
 
 def to_dict(groups: Sequence[Group]) -> dict[str, Any]:
     """Return JSON values."""
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "groups": [
-            {
-                "settings": group.settings,
-                "folders": group.folders,
-                "sets": list(group.sets.values()),
-                "methods": list(group.methods.values()),
-                "all_identical": group.keeps_promises,
-                "rows": [row.to_dict() for row in group.rows],
-                "skipped": group.skipped,
-                "differences": group.differences,
-            }
-            for group in groups
-        ],
-    }
+    values = []
+    for group in groups:
+        lists = {"sets": list(group.sets.values()), "methods": list(group.methods.values())}
+        rows = [row.to_dict() for row in group.rows]
+        values.append({**vars(group), **lists, "all_identical": group.keeps_promises, "rows": rows})
+    return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "groups": values}

@@ -24,11 +24,9 @@ class Question:
     """One question of a set.
 
     Attributes:
-        number: its index in the file.
-        id: from the file, else its line.
+        number: its index in the file; ``id`` is from the file, else its line.
         categories: its category, and the task that contains it if there is one.
         turns: the user's messages.
-        system: the system message.
     """
 
     number: int
@@ -38,7 +36,7 @@ class Question:
     system: str | None = None
 
     def messages(self, answers: Sequence[str]) -> list[dict[str, str]]:
-        """Return the dialogue with the turns that ``answers`` answers and the next one."""
+        """Return the dialogue with the answered turns and the next one."""
         messages = [{"role": "system", "content": self.system}] if self.system else []
         for turn, answer in zip(self.turns, answers, strict=False):
             messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": answer}]
@@ -55,7 +53,6 @@ class QuestionSet:
 
     @property
     def identity(self) -> str:
-        """16 hexadecimal digits: a digest of every question."""
         values = [[question.id, question.categories, question.turns, question.system] for question in self.questions]
         return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
@@ -86,10 +83,6 @@ def find_files(arguments: Sequence[str]) -> dict[str, Path]:
     Args:
         arguments: each is ``NAME=FILE``, a file (its name is the set's) or a folder, which gives its
             ``question.jsonl``, else its ``.jsonl`` and ``.json`` files and each ``question.jsonl`` one folder below.
-
-    Raises:
-        CheckpointError: a file does not exist, or a folder has none.
-        ConfigError: two sets have the same name, or there is no set.
     """
     sets: dict[str, Path] = {}
     for argument in arguments:
@@ -131,20 +124,12 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def read_set(name: str, path: Path) -> QuestionSet:
-    """Read the questions of a file in any form of ``text.prompts.read_record``. Answers in the file are ignored.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-        PromptError: an entry has no question; the message names its line.
-    """
+    """Read the questions of a file in any form of ``text.prompts.read_record``. Answers in the file are ignored."""
     questions = [_question(number, entry, where) for number, (where, entry) in enumerate(read_entries(path))]
     if {question.categories[0] for question in questions} > _MT_BENCH:
-        questions = [
-            replace(question, categories=(*question.categories, "mt_bench"))
-            if question.categories[0] in _MT_BENCH
-            else question
-            for question in questions
-        ]
+        for number, question in enumerate(questions):
+            if question.categories[0] in _MT_BENCH:
+                questions[number] = replace(question, categories=(*question.categories, "mt_bench"))
     return QuestionSet(name, str(path), tuple(questions))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from draftwing.accept import get_rule, match
 from draftwing.cpu.noise import noise_of
 from draftwing.errors import ConfigError
-from draftwing.lab.machine import describe_machine
+from draftwing.lab.machine import describe_machine, describe_target
 from draftwing.lm import LM, Generation
 from draftwing.models.target import Target
 from draftwing.request import with_seed
@@ -54,10 +54,7 @@ class MethodResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of ``compare``; ``methods[0]`` is the baseline.
-
-    ``texts`` has what each method wrote after the first prompt, by name.
-    """
+    """The result of ``compare``; ``methods[0]`` is the baseline, and ``texts`` follow the first prompt, by method."""
 
     methods: list[MethodResult]
     baseline: str
@@ -80,7 +77,7 @@ def compare(
     sampling: Sampling,
     *,
     rounds: int = 1,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Comparison:
     """Decode every prompt with every method, one prompt at a time.
 
@@ -91,9 +88,6 @@ def compare(
         lms: the baseline first; all on one target.
         rounds: how often every prompt is decoded.
         on_progress: called with (done, total) generations.
-
-    Raises:
-        ConfigError: the first of ``lms`` drafts, or there is no prompt.
     """
     if not lms or lms[0].drafter.drafts:
         raise ConfigError("compare needs the baseline first: pass LM(target, tokenizer) as the first of lms")
@@ -112,14 +106,10 @@ def compare(
             for place in [*range(first, len(lms)), *range(first)]:
                 runs[place] += lms[place].generate([prompt], sampling)
                 done += 1
-                if on_progress is not None:
-                    on_progress(done, total)
+                on_progress(done, total)
     target = lms[0].target
     settings = {
-        "target": target.name,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "quantize": target.quantized,
-        "device": str(target.device),
+        **describe_target(target),
         "num_prompts": len(prompts),
         "rounds": rounds,
         "max_tokens": sampling.max_tokens,
@@ -139,7 +129,7 @@ def compare(
 
 
 def promise_of(lm: LM, sampling: Sampling) -> str:
-    """Return what the rule preserves: see ``MethodResult.promise``."""
+    """Return ``MethodResult.promise``."""
     rule = get_rule(lm.rule, lossless=False)
     if not rule.lossless:
         return "nothing"
@@ -149,13 +139,12 @@ def promise_of(lm: LM, sampling: Sampling) -> str:
 def _summarise(
     lm: LM, run: list[Generation], baseline: list[Generation], num_prompts: int, sampling: Sampling
 ) -> MethodResult:
-    rates, base_rates = ([each.stats.tokens_per_s for each in generations] for generations in (run, baseline))
-    stats = Stats.sum(each.stats for each in run)
-    speedup = statistics.median(rate / base for rate, base in zip(rates, base_rates, strict=True))
-    same = [one.token_ids == other.token_ids for one, other in zip(run, baseline, strict=True)]
+    stats, pairs = Stats.sum(one.stats for one in run), list(zip(run, baseline, strict=True))
+    speedup = statistics.median(one.stats.tokens_per_s / base.stats.tokens_per_s for one, base in pairs)
+    same = [one.token_ids == base.token_ids for one, base in pairs]
     return MethodResult(
         name=lm.drafter_name,
-        tokens_per_s=statistics.median(rates),
+        tokens_per_s=statistics.median(one.stats.tokens_per_s for one in run),
         speedup=speedup,
         tau=stats.tau,
         efficiency=speedup / stats.tau,
@@ -168,6 +157,12 @@ def _summarise(
     )
 
 
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the number of equal tokens at the start of two texts."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (left, right) in pairs if left != right), min(len(one), len(other)))
+
+
 # --- verify ----------------------------------------------------------------------------------------------------------
 
 
@@ -177,7 +172,7 @@ class Difference:
 
     Attributes:
         position: the number of equal tokens before it.
-        plain_token, token: of the baseline and of the speculative text; both -1 if one text ends there.
+        plain_token, token: of both texts; -1 if one of them ends there.
         margin: the baseline's perturbed score of its token minus that of the other; 0 if a text ends.
         noise: the largest change of any score when the same tokens are forwarded in other groups.
         is_tie: the margin is at most twice the noise, since each of the two scores may change by that much.
@@ -194,8 +189,6 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of ``verify``."""
-
     num_prompts: int
     num_identical: int
     num_tokens: int
@@ -212,13 +205,11 @@ def verify(
     sampling: Sampling,
     *,
     max_batch: int = 1,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Verification:
     """Decode every prompt with and without drafts and compare token ids.
 
-    Args:
-        max_batch: prompts decoded speculatively at once; the baseline always runs one by one.
-        on_progress: called with (done, total) prompts.
+    ``max_batch`` prompts are decoded speculatively at once; the baseline always runs one by one.
     """
     baseline, sampling = LM(lm.target, lm.tokenizer), with_seed(sampling)
     differences, num_tokens = [], 0
@@ -231,14 +222,11 @@ def verify(
             num_tokens += len(base.token_ids)
             if generation.token_ids != base.token_ids:
                 differences.append(_explain(lm.target, base, generation.token_ids, sampling, index))
-            if on_progress is not None:
-                on_progress(index + 1, len(prompts))
+            on_progress(index + 1, len(prompts))
     settings = {
-        "target": lm.target.name,
+        **describe_target(lm.target),
         "drafter": lm.drafter_name,
         "rule": lm.rule,
-        "dtype": str(lm.target.dtype).removeprefix("torch."),
-        "device": str(lm.target.device),
         "max_batch": max_batch,
         "sampling": {key: value for key, value in asdict(sampling).items() if value != getattr(Sampling(), key)},
     }
@@ -248,13 +236,12 @@ def verify(
 @torch.inference_mode()
 def _explain(target: Target, base: Generation, token_ids: list[int], sampling: Sampling, index: int) -> Difference:
     """Recompute the scores at the first difference with several groupings of the same tokens."""
-    plain_ids, shorter = base.token_ids, min(len(base.token_ids), len(token_ids))
-    position = next((n for n in range(shorter) if plain_ids[n] != token_ids[n]), shorter)
+    plain_ids, position = base.token_ids, first_difference(base.token_ids, token_ids)
     ids = base.prompt_ids + plain_ids[:position]
     batch = SamplingBatch([sampling], noise_of(target.vocab_size, target.device), target.device)
     scores = [_scores(target, ids, len(base.prompt_ids), group, batch) for group in (1, 2, 5, 16, len(ids))]
     noise = max(float((other - scores[0]).nan_to_num(0.0).abs().max()) for other in scores[1:])
-    if position == shorter:  # one text ends here
+    if position == min(len(plain_ids), len(token_ids)):  # one text ends here
         return Difference(index, position, -1, -1, 0.0, noise, is_tie=False)
     plain_token, token = plain_ids[position], token_ids[position]
     margin = float(scores[0][plain_token] - scores[0][token])

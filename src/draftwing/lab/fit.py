@@ -36,11 +36,8 @@ class Fit:
     """The result of ``measure_fit``.
 
     Attributes:
-        tau: tokens emitted per target forward.
-        alpha: acceptance at each depth, given that the depth was reached.
         verdict: ``fits``, ``weak`` or ``does not fit``.
         tried_on: see ``FitTrial.source``.
-        num_drafts: number of drafts.
         interval: of ``alpha[0]``, at 95%.
         chance: share of first drafts that would be accepted if they were shuffled among their positions: what guessing
             common tokens gains, independent of the target.
@@ -58,7 +55,7 @@ class Fit:
 
 
 def trial_of(
-    head: Path, tokenizer: Tokenizer, num_prompts: int, own: Sequence[Prompt] | None = None, *, where: str = ""
+    head: Path, tokenizer: Tokenizer, num_prompts: int, prompts: Sequence[Prompt] | None = None, *, where: str = ""
 ) -> FitTrial:
     """Choose prompts of a head's kind.
 
@@ -68,28 +65,22 @@ def trial_of(
     Args:
         head: the head's folder.
         tokenizer: the target's.
-        own: the user's prompts, read from ``where``.
-
-    Raises:
-        CheckpointError, PromptError: the prompts in the head's folder cannot be read.
+        prompts: the user's, read from ``where``.
     """
     chat = tokenizer.has_chat_template
-    if own is not None:
+    if prompts is not None:
         source = f"prompts of {where}{' through the chat template' if chat else ''}"
-        return FitTrial([as_put(prompt, chat) for prompt in own], source)
+        return FitTrial([as_put(prompt, chat) for prompt in prompts], source)
     stored = read_stored(head)[:num_prompts]
     if stored:
         # A stored text is the beginning of a document, which is no question even for a chat model.
-        prompts = [prompt if isinstance(prompt, str) else as_put(prompt, chat) for prompt in stored]
-        return FitTrial(prompts, "prompts held out of its training, stored with the head")
+        stored = [prompt if isinstance(prompt, str) else as_put(prompt, chat) for prompt in stored]
+        return FitTrial(stored, "prompts held out of its training, stored with the head")
+    texts: Sequence[Prompt] = shipped_prompts(num_prompts)
     if chat:
-        questions = [as_put(question, chat) for question in shipped_questions(num_prompts)]
-        return FitTrial(
-            questions, "general questions through the chat template, for lack of prompts stored with the head"
-        )
-    return FitTrial(
-        shipped_prompts(num_prompts), "beginnings of Python files, for lack of prompts stored with the head"
-    )
+        texts = [as_put(question, chat) for question in shipped_questions(num_prompts)]
+    source = "general questions through the chat template" if chat else "beginnings of Python files"
+    return FitTrial(texts, f"{source}, for lack of prompts stored with the head")
 
 
 def measure_fit(lm: LM, trial: FitTrial, max_tokens: int = 48) -> Fit:

@@ -145,14 +145,15 @@ class ForecastTexts:
         return counts
 
 
+_ARRAYS = tuple(field.name for field in fields(ForecastTexts))
+
+
 @dataclass(frozen=True)
 class HeldOut:
     """The held-out statistics of a head.
 
     Attributes:
-        head: ``head_id`` of the head.
-        target: the target's name.
-        runs_as: what computed the head's matrices.
+        head: its ``head_id``; ``target`` is the target's name, ``runs_as`` what computed the head's matrices.
         context: mean number of tokens of a row.
         texts: by temperature.
     """
@@ -164,13 +165,9 @@ class HeldOut:
     texts: Mapping[float, ForecastTexts]
 
     def at(self, temperature: float) -> ForecastTexts:
-        """Return the texts of a temperature.
-
-        Raises:
-            ConfigError: there are none.
-        """
+        """Return the texts of a temperature. Raises ConfigError if there are none."""
         if float(temperature) not in self.texts:
-            collected = ", ".join(f"{each:g}" for each in sorted(self.texts))
+            collected = ", ".join(f"{other:g}" for other in sorted(self.texts))
             raise ConfigError(
                 f"the head's held-out statistics are of temperature {collected}, not of {temperature:g}: forecast "
                 f"those, or collect others with `draftwing predict --collect -T {temperature:g}`"
@@ -183,29 +180,25 @@ class HeldOut:
             return self
         return replace(self, texts={**older.texts, **self.texts})
 
-    def _about(self) -> dict[str, Any]:
+    def _origin(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("head", "target", "runs_as", "context")}
 
     def describe(self) -> dict[str, Any]:
         """Return their origin and size as JSON values."""
         texts = {f"{temperature:g}": self.texts[temperature] for temperature in sorted(self.texts)}
         return {
-            **self._about(),
-            "texts": {name: len(each.lengths) for name, each in texts.items()},
-            "positions": {name: len(each.found) for name, each in texts.items()},
+            **self._origin(),
+            "texts": {name: len(one.lengths) for name, one in texts.items()},
+            "positions": {name: len(one.found) for name, one in texts.items()},
         }
 
     def write(self, folder: Path) -> Path:
-        """Write the file into a head's folder, atomically, and return its path.
-
-        Raises:
-            CheckpointError: it cannot be written.
-        """
+        """Write the file into a head's folder, atomically, and return its path."""
         file = Path(folder) / FILE
-        about = {**_FORMAT, **self._about(), "texts": list(self.texts)}
+        about = {**_FORMAT, **self._origin(), "texts": list(self.texts)}
         arrays = {"about": np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)}
         for number, texts in enumerate(self.texts.values()):
-            arrays |= {f"{each.name}_{number}": getattr(texts, each.name) for each in fields(ForecastTexts)}
+            arrays |= {f"{name}_{number}": getattr(texts, name) for name in _ARRAYS}
         with writing(file), replacing(file) as partial, partial.open("wb") as stream:
             np.savez_compressed(stream, allow_pickle=False, **arrays)
         return file
@@ -240,9 +233,7 @@ class HeldOut:
             if not isinstance(about, dict) or {name: about.get(name) for name in _FORMAT} != _FORMAT:
                 raise ValueError("they are of another version")
             texts = {
-                float(temperature): ForecastTexts(
-                    **{each.name: arrays[f"{each.name}_{number}"] for each in fields(ForecastTexts)}
-                )
+                float(temperature): ForecastTexts(**{name: arrays[f"{name}_{number}"] for name in _ARRAYS})
                 for number, temperature in enumerate(about["texts"])
             }
         origin = {name: str(about[name]) for name in ("head", "target", "runs_as")}
@@ -251,26 +242,18 @@ class HeldOut:
 
 # --- walks -----------------------------------------------------------------------------------------------------------
 #
-# A step accepts a text's next tokens
-#     chain     while each is the first child of the one before
-#     static    while the ranks of the path are in the tree
-#     dynamic   while each node is among the ``width`` best of its level (else it has no children) and among the
-#               ``nodes`` best of all
-#     auto      while the probability of the path is above a threshold: an approximation of trees that grow while a
-#               node is worth its cost
-#
-# Chains, static trees and dynamic trees of the reference tree's width are exact on the collected texts, unless the
-# reference tree lacks a node of a chain or static tree. For narrower dynamic trees, the likelier nodes include some
-# that they would not score, which makes tau slightly too small.
+# A step with a chain or static tree accepts a text's next tokens while the ranks of their path are in the tree; with a
+# dynamic tree while each node is among the ``width`` best of its level (else it has no children) and the ``nodes`` best
+# of all; and with ``auto`` while the probability of the path is above a threshold, an approximation of trees that grow
+# while a node is worth its cost. The former are exact on the collected texts, but for nodes of static trees that the
+# reference tree lacks, and for dynamic trees narrower than it, whose tau is slightly too small.
 
 
 @dataclass(frozen=True)
 class Walk:
-    """The steps that decoding would take.
+    """The steps that decoding would take: (T,) tokens emitted and target forwards (``steps``) of each text.
 
-    Attributes:
-        tokens, steps: (T,) int64: tokens emitted on each text, and target forwards.
-        nodes, levels: means over all steps: nodes verified besides the root, and levels drafted.
+    ``nodes`` verified besides the root and ``levels`` drafted are means over all steps.
     """
 
     tokens: np.ndarray
@@ -292,11 +275,7 @@ class Walk:
 
 
 def walk(texts: ForecastTexts, budget: Budget) -> Walk:
-    """Walk with the trees of a budget.
-
-    Raises:
-        ConfigError: the tree is deeper or wider than the reference tree.
-    """
+    """Walk with the trees of a budget. Raises ConfigError if they are deeper or wider than the reference tree."""
     if budget.depth > DEPTH or budget.width > WIDTH:
         raise ConfigError(
             f"{budget}: held-out statistics reach {DEPTH} levels of {WIDTH} nodes, and this tree has {budget.depth} of "
@@ -304,8 +283,7 @@ def walk(texts: ForecastTexts, budget: Budget) -> Walk:
         )
     num_scored = budget.width + max(budget.depth - 1, 0) * budget.width**2
     nodes = len(budget.shape()) if budget.nodes is None else min(budget.nodes, num_scored)
-    _, tokens, steps = _steps(texts, accepted(texts, budget))
-    return Walk(tokens, steps, float(nodes), float(budget.depth))
+    return Walk(*_steps(texts, accepted(texts, budget))[1:], float(nodes), float(budget.depth))
 
 
 def walk_above(texts: ForecastTexts, index: int) -> Walk:
@@ -400,25 +378,22 @@ WrittenText = tuple[Sequence[int], bool, Sequence[ReferenceTree]]
 
 def statistics(texts: Iterable[WrittenText]) -> ForecastTexts:
     """Summarise texts."""
-    columns: dict[str, list[Any]] = {each.name: [] for each in fields(ForecastTexts)}
+    columns: dict[str, list[Any]] = {name: [] for name in _ARRAYS}
     for tokens, stopped, trees in texts:
         columns["lengths"].append(len(trees))
         columns["stopped"].append(stopped)
         for position, tree in enumerate(trees):
             _add_position(columns, tree, tokens[position : position + DEPTH])
-
-    def counts(name: str, *shape: int) -> np.ndarray:
-        return np.minimum(np.array(columns[name], dtype=np.int64).reshape(-1, *shape), 255).astype(np.uint8)
-
+    shapes = {"likelier": (DEPTH,), "sizes": (len(THRESHOLDS),), "levels": (len(THRESHOLDS),)}
+    counts = {
+        name: np.minimum(np.array(columns[name], dtype=np.int64).reshape(-1, *shapes.get(name, ())), 255)
+        for name in ("found", "ranks", "likelier", "sizes", "levels")
+    }
     return ForecastTexts(
         lengths=np.array(columns["lengths"], dtype=np.int32),
         stopped=np.array(columns["stopped"], dtype=np.bool_),
-        found=counts("found"),
-        ranks=counts("ranks"),
         chances=quantised(np.array(columns["chances"], dtype=np.float64)),
-        likelier=counts("likelier", DEPTH),
-        sizes=counts("sizes", len(THRESHOLDS)),
-        levels=counts("levels", len(THRESHOLDS)),
+        **{name: values.astype(np.uint8) for name, values in counts.items()},
     )
 
 
@@ -464,10 +439,8 @@ def collect(
         on_progress: called with (done, total) tokens.
 
     Raises:
-        ConfigError: no prompt leaves room for a text, no temperature is given, or the drafter reports no probabilities.
+        ConfigError: no prompt leaves room for a text, or the drafter reports no probabilities.
     """
-    if not temperatures:
-        raise ConfigError("held-out statistics need at least one temperature: give 0, 1 or both")
     chosen, max_tokens = fitting(prompts, target, num_tokens), num_tokens + DEPTH
     if not chosen:
         raise ConfigError(
@@ -522,10 +495,9 @@ class Forecast:
 
     Attributes:
         tree: as the user named it; ``auto`` is the automatic budget, which is only approximated.
-        tau: tokens emitted per target forward; ``tau_low`` and ``tau_high`` are its 95% interval over texts.
+        tau_low, tau_high: 95% interval over texts.
         nodes, levels: means over steps.
         speedup: over the baseline at batch 1, if the machine's costs are known.
-        measured_tau, measured_speedup: None if nothing was decoded.
     """
 
     tree: str
@@ -549,16 +521,9 @@ class Forecast:
 
 
 def forecast(
-    held_out: HeldOut,
-    trees: Mapping[str, Budget | None],
-    temperatures: Sequence[float],
-    costs: Costs | None = None,
+    held_out: HeldOut, trees: Mapping[str, Budget | None], temperatures: Sequence[float], costs: Costs | None = None
 ) -> list[Forecast]:
-    """Forecast every tree at every temperature.
-
-    Args:
-        trees: by name; None is the automatic budget.
-        costs: of the machine, for speedups.
+    """Forecast every tree (by name; None is the automatic budget) at every temperature.
 
     Raises:
         ConfigError: a temperature or tree that the statistics do not cover, or the automatic budget without costs.
@@ -576,7 +541,7 @@ def forecast(
                 raise ConfigError("what the automatic budget drafts follows from a machine's costs: name trees instead")
             else:
                 walks = [walk_above(texts, index) for index in range(len(THRESHOLDS))]
-                speedups = [_speedup(each, each.levels, costs, held_out.context) for each in walks]
+                speedups = [_speedup(one, one.levels, costs, held_out.context) for one in walks]
                 speedup = max(speedups)
                 steps = walks[speedups.index(speedup)]
             low, high = steps.interval()
@@ -591,31 +556,25 @@ def measured(
     prompts: Sequence[Prompt],
     sampling: Sampling,
     *,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Forecast]:
-    """Decode the prompts with every tree in turn (see ``compare``), and add the measurements to the forecasts.
-
-    Args:
-        sampling: for all texts; its temperature is replaced.
-    """
-    budgets = [_with_budget(lm, budget) for budget in trees.values()]
-    temperatures = list(dict.fromkeys(each.temperature for each in forecasts))
+    """Decode the prompts with every tree in turn (see ``compare``), and add the measurements to the forecasts."""
+    lms = [LM(lm.target, lm.tokenizer), *(_with_budget(lm, budget) for budget in trees.values())]
+    temperatures = list(dict.fromkeys(one.temperature for one in forecasts))
     results: dict[tuple[str, float], tuple[float, float]] = {}
     for number, temperature in enumerate(temperatures):
 
         def report(done: int, total: int, before: int = number) -> None:
-            if on_progress is not None:
-                on_progress(before * total + done, total * len(temperatures))
+            on_progress(before * total + done, total * len(temperatures))
 
-        at_temperature = replace(sampling, temperature=temperature)
-        comparison = compare([LM(lm.target, lm.tokenizer), *budgets], prompts, at_temperature, on_progress=report)
+        comparison = compare(lms, prompts, replace(sampling, temperature=temperature), on_progress=report)
         for name, method in zip(trees, comparison.methods[1:], strict=True):
             results[name, temperature] = method.tau, method.speedup
-    return [
-        replace(each, measured_tau=tau, measured_speedup=speedup)
-        for each in forecasts
-        for tau, speedup in [results[each.tree, each.temperature]]
-    ]
+    added = []
+    for one in forecasts:
+        tau, speedup = results[one.tree, one.temperature]
+        added.append(replace(one, measured_tau=tau, measured_speedup=speedup))
+    return added
 
 
 def _with_budget(lm: LM, budget: Budget | None) -> LM:
@@ -642,119 +601,78 @@ def _effort(budget: Budget, costs: Costs) -> float:
 # --- formulas --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """Formulas and measurements for chains of one length.
-
-    Attributes:
-        gamma: tokens drafted in a step.
-        tau_predicted, tau: (1 - alpha^(gamma + 1)) / (1 - alpha), and measured.
-        paper: speedup by Leviathan et al. (2211.17192), who assume that verification costs one step of the baseline.
-        measured_costs: speedup from the measured times of drafting and verification (MagicDec's form).
-        speedup: measured.
-        operations, memory: arithmetic and reads of the target's weights per token, over the baseline's.
-        inflection: tokens of context from which such chains are faster; None if they never are.
-    """
-
-    gamma: int
-    tau_predicted: float
-    tau: float
-    paper: float
-    measured_costs: float
-    speedup: float
-    operations: float
-    memory: float
-    inflection: float | None
-
-
-@dataclass(frozen=True)
-class Predictions:
-    """The result of ``predict``.
-
-    Attributes:
-        alpha: acceptance of a drafted token over all prompts.
-        c: time of a draft step over that of a target forward.
-        pays: alpha > c.
-        best_gamma: by the paper's formula.
-        auto: measured speedup and tau of the automatic budget.
-    """
-
-    drafter: str
-    alpha: float
-    c: float
-    pays: bool
-    best_gamma: int
-    chains: list[Prediction]
-    auto: dict[str, float]
-    plain_tokens_per_s: float
-    costs: dict[str, Any]
-    machine: dict[str, Any]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
 def predict(
     lm: LM,
     prompts: Sequence[Prompt],
     sampling: Sampling,
     gammas: Sequence[int] = (1, 2, 3, 5, 8),
-    on_progress: Callable[[int, int], None] | None = None,
-) -> Predictions:
-    """Compare the formulas with measurements for chains of each length, and measure the automatic budget.
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:
+    """Compare the papers' formulas with measurements for chains of each length, and measure the automatic budget.
 
-    Raises:
-        ConfigError: there is no drafter.
+    Returns:
+        JSON values: ``alpha`` (acceptance of a drafted token over all prompts), ``c`` (time of a draft step over that
+        of a target forward), ``pays`` (alpha > c), ``best_gamma`` (by the paper's formula), ``auto`` (measured speedup
+        and tau of the automatic budget), and for each of ``chains``
+
+        - ``tau_predicted`` and ``tau``: (1 - alpha^(gamma + 1)) / (1 - alpha), and measured.
+        - ``paper``: speedup by Leviathan et al. (2211.17192), who assume that verification costs one step of the
+          baseline.
+        - ``measured_costs``: speedup from the measured times of drafting and verification (MagicDec's form).
+        - ``speedup``: measured.
+        - ``operations``, ``memory``: arithmetic and reads of the target's weights per token, over the baseline's.
+        - ``inflection``: tokens of context from which such chains are faster; None if they never are.
+
     """
     if not lm.drafter.drafts:
         raise ConfigError("there is nothing to predict without a drafter: give one with --draft")
     costs = lm.costs()
     lms = [LM(lm.target, lm.tokenizer), *(_with_budget(lm, Budget(gamma)) for gamma in gammas), _with_budget(lm, None)]
     comparison = compare(lms, prompts, sampling, on_progress=on_progress)
-    base, *chains, auto = comparison.methods
-    alpha = min(_pooled(chains[-1].alpha), 1.0)
+    base, *methods, auto = comparison.methods
+    alpha = min(_pooled(methods[-1].alpha), 1.0)
     # Weights that a draft step multiplies with, over those of a target forward; 0 for lookup.
     c, ratio = costs.c, lm.drafter.num_bytes / lm.target.num_weight_bytes
-    predictions = []
-    for gamma, method in zip(gammas, chains, strict=True):
+    chains = []
+    for gamma, method in zip(gammas, methods, strict=True):
         inflection = inflection_length(costs, alpha, gamma)
-        predictions.append(
-            Prediction(
-                gamma=gamma,
-                tau_predicted=expected_tokens(alpha, gamma),
-                tau=method.tau,
-                paper=predicted_speedup(alpha, gamma, c),
-                measured_costs=costs.speedup(alpha, gamma),
-                speedup=method.speedup,
-                operations=operations_factor(alpha, gamma, ratio),
-                memory=memory_factor(alpha, gamma),
-                inflection=inflection if inflection < math.inf else None,
-            )
+        chains.append(
+            {
+                "gamma": gamma,
+                "tau_predicted": expected_tokens(alpha, gamma),
+                "tau": method.tau,
+                "paper": predicted_speedup(alpha, gamma, c),
+                "measured_costs": costs.speedup(alpha, gamma),
+                "speedup": method.speedup,
+                "operations": operations_factor(alpha, gamma, ratio),
+                "memory": memory_factor(alpha, gamma),
+                "inflection": inflection if inflection < math.inf else None,
+            }
         )
-    return Predictions(
-        drafter=lm.drafter_name,
-        alpha=alpha,
-        c=c,
-        pays=alpha > c,
-        best_gamma=best_gamma(alpha, c),
-        chains=predictions,
-        auto={"speedup": auto.speedup, "tau": auto.tau},
-        plain_tokens_per_s=base.tokens_per_s,
-        costs=costs.to_dict(),
-        machine=comparison.machine,
-    )
+    return {
+        "drafter": lm.drafter_name,
+        "alpha": alpha,
+        "c": c,
+        "pays": alpha > c,
+        "best_gamma": best_gamma(alpha, c),
+        "chains": chains,
+        "auto": {"speedup": auto.speedup, "tau": auto.tau},
+        "plain_tokens_per_s": base.tokens_per_s,
+        "costs": costs.to_dict(),
+        "machine": comparison.machine,
+    }
 
 
 def describe_costs(costs: Costs) -> dict[str, Any]:
     """Summarise measured costs for people."""
     plain = costs.verify_seconds(1)
     nodes = [int(count) for count, _ in costs.verify.knots if count > 1]
-    values: dict[str, Any] = {"plain_step_ms": round(1e3 * plain, 2)}
-    values["verify_of_plain"] = "  ".join(f"{n}: {costs.verify_seconds(n) / plain:.2f}" for n in nodes)
-    if costs.chain.knots:
-        values["draft_step_of_plain"] = round(costs.c, 3)
-    values["us_per_token_of_context"] = round(1e6 * costs.per_token, 2)
-    return values
+    return {
+        "plain_step_ms": round(1e3 * plain, 2),
+        "verify_of_plain": "  ".join(f"{n}: {costs.verify_seconds(n) / plain:.2f}" for n in nodes),
+        **({"draft_step_of_plain": round(costs.c, 3)} if costs.chain.knots else {}),
+        "us_per_token_of_context": round(1e6 * costs.per_token, 2),
+    }
 
 
 def _pooled(alpha: Sequence[float]) -> float:

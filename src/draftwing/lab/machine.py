@@ -1,4 +1,4 @@
-"""Describe the machine that a figure was measured on, and measure how fast it reads memory."""
+"""Describe the machine and target that a figure was measured on, and measure how fast the machine reads memory."""
 
 from __future__ import annotations
 
@@ -6,18 +6,24 @@ import os
 import platform
 import statistics
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from draftwing.cpu.library import get_kernel
+from draftwing.models.target import Target
 
 
 def describe_machine() -> dict[str, Any]:
     """Return processor, cores, threads in use, memory, GPU and versions."""
+    cpu = platform.processor() or platform.machine()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
@@ -27,21 +33,20 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+def describe_target(target: Target) -> dict[str, Any]:
+    """Return a target's name, precision and device."""
+    return {
+        "target": target.name,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "quantize": target.quantized,
+        "device": str(target.device),
+    }
 
 
 def read_bandwidth(num_bytes: int, repeats: int = 5) -> float:
-    """Measure the bandwidth of a float32 sum over ``num_bytes`` of freshly written memory.
+    """Measure GB/s of a float32 sum over ``num_bytes`` of freshly written memory: the median of ``repeats``.
 
     The baseline's tokens per second are at most this over the bytes of weights that a token reads.
-
-    Returns:
-        GB/s, the median of ``repeats``.
     """
     count, kernel = max(num_bytes // 4, 1), get_kernel()
     seconds = []

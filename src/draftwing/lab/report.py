@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from draftwing.cpu.library import kernel_problem
+from draftwing.dialogue import figures
 from draftwing.formats.gguf_weights import open_weights
+from draftwing.lab.machine import describe_target
 from draftwing.lm import LM, Generation
 from draftwing.models.adapter import AdapterTarget
 from draftwing.models.config import read_config
@@ -23,23 +25,14 @@ from draftwing.text.grammar import GrammarLike
 def record(
     done: Generation, plain: LM | None, sampling: Sampling, grammar: GrammarLike | None = None
 ) -> dict[str, Any]:
-    """Return the values that ``--json`` prints for a generation.
-
-    Args:
-        plain: the baseline, which then decodes the prompt for comparison.
-        grammar: the constraint of the generation.
-    """
+    """Return the values that ``--json`` prints; ``plain``, the baseline, then decodes the prompt for comparison."""
     stats = done.stats
     values: dict[str, Any] = {
         "text": done.text,
         "token_ids": done.token_ids,
         "num_prompt_tokens": len(done.prompt_ids),
         "finish_reason": done.finish_reason,
-        "tokens_per_s": stats.tokens_per_s,
-        "tau": done.tau,
-        "acceptance": sum(stats.taken) / max(sum(stats.reached), 1),
-        "alpha": stats.alpha,
-        "lossless": done.lossless,
+        **figures(stats),
         "num_steps": stats.num_forwards,
         "seconds": stats.seconds,
     }
@@ -59,16 +52,8 @@ def record(
 
 def describe_run(lm: LM, sampling: Sampling) -> dict[str, Any]:
     """Return everything that a text depends on, except the prompt."""
-    return {
-        "target": lm.target.name,
-        "drafter": lm.drafter_name,
-        "rule": lm.rule,
-        "budget": lm.describe_budget(),
-        "dtype": str(lm.target.dtype).removeprefix("torch."),
-        "quantize": lm.target.quantized,
-        "device": str(lm.target.device),
-        "sampling": asdict(sampling),
-    }
+    drafting = {"drafter": lm.drafter_name, "rule": lm.rule, "budget": lm.describe_budget()}
+    return {**describe_target(lm.target), **drafting, "sampling": asdict(sampling)}
 
 
 def describe_lm(lm: LM) -> dict[str, dict[str, Any]]:
@@ -79,9 +64,10 @@ def describe_lm(lm: LM) -> dict[str, dict[str, Any]]:
         is_smaller = "int8" in drafter.runs_as and target.quantized is None
         note = " (only for drafts; the text is still the target's)" if is_smaller else ""
         about_drafter |= {"matrices": drafter.runs_as + note, "mb_per_token": drafter.num_bytes / 1e6}
+    about_target = describe_target(target)
     return {
         "target": {
-            "name": target.name,
+            "name": about_target.pop("target"),
             "family": read_config(folder).get("model_type"),
             "engine": "transformers" if isinstance(target, AdapterTarget) else "lean",
             "parameters": _num_parameters(target, folder),
@@ -89,9 +75,8 @@ def describe_lm(lm: LM) -> dict[str, dict[str, Any]]:
             "hidden": target.hidden_size,
             "vocabulary": target.vocab_size,
             "context": target.max_length,
-            "dtype": str(target.dtype).removeprefix("torch."),
+            **about_target,
             "quantize": target.quantized or "none",
-            "device": str(target.device),
             "runtime": _runtime(target),
             "matrices": target.runs_as,
             "exactness": _exactness(target),

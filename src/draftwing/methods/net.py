@@ -23,7 +23,7 @@ from draftwing.models.config import ModelConfig, RopeConfig
 from draftwing.models.layers import DecoderLayer, GatedMLP, RMSNorm
 from draftwing.models.linear import Embedding, Layout, Linear, has_exact_int8
 from draftwing.models.rope import Rotary
-from draftwing.runtime.choose import Needs, runtime_for
+from draftwing.runtime.choose import runtime_for
 from draftwing.runtime.forward import NetShape, Runtime, TorchRuntime
 
 
@@ -306,8 +306,9 @@ class DraftNet(nn.Module, ABC):
         self.requires_grad_(False)
         mlps = [module for module in self.modules() if isinstance(module, GatedMLP)]
         activation, head_dim = mlps[0].activation_name if mlps else "silu", self.shape.head_dim
-        needs = Needs(self.dtype, self.device, head_dim, activation, self.is_traceable)
-        runtime, layout = runtime_for(needs, quantize=quantize, fast=fast)
+        runtime, layout = runtime_for(
+            self.dtype, self.device, head_dim, activation, is_dense=self.is_traceable, quantize=quantize, fast=fast
+        )
         if runtime.name == "kernel" and self._target_head:
             head = self._target_head[0].for_drafts(layout.quantize)
             if head is None:  # laid out for PyTorch, which must then run this network too

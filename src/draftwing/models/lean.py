@@ -34,7 +34,7 @@ from draftwing.models.rope import Rotary
 from draftwing.models.target import Target
 from draftwing.models.weights import Stored, Weights, check_finite
 from draftwing.noise import AcceptArgs
-from draftwing.runtime.choose import Needs, record_with, runtime_for
+from draftwing.runtime.choose import record_with, runtime_for
 from draftwing.runtime.forward import PREFILL_CHUNK, Entries, NetShape, Runner, Runtime, score
 from draftwing.runtime.graphs import Record
 from draftwing.runtime.tree_builder import Drafted, DraftRequest, VerifyRequest
@@ -286,9 +286,10 @@ class LeanTarget(Target):
         check_quantize(quantize, dtype, device)
         source, where = read_config(folder), str(folder / "config.json")
         config = ModelConfig.from_hf(source, where)
-        is_dense = config.moe is None
-        needs = Needs(dtype, device, config.head_dim, config.activation, is_dense=is_dense, may_round=True)
-        runtime, layout = runtime_for(needs, prepack=prepack, quantize=quantize, fast=fast)
+        runtime, layout = runtime_for(
+            dtype, device, config.head_dim, config.activation, is_dense=config.moe is None, may_round=True,
+            prepack=prepack, quantize=quantize, fast=fast,
+        )  # fmt: skip
         check_quantize(quantize, dtype, device, layout.runs)
         states = torch.float32 if layout.runs == "kernel" else dtype  # in the kernel only products are in bfloat16
         reader = Reader(open_weights(folder), states, device, replace(layout, expand=expand))

@@ -58,7 +58,11 @@ class NetShape:
 
 
 class Net(Protocol):
-    """A network over KV slots: computes on tensors, or on the values that trace it (``cpu.program``)."""
+    """A network over KV slots: computes on tensors, or on the values that trace it (``cpu.program``).
+
+    ``fuse`` turns features (R, F) into states (R, H); ``forward`` takes tokens (R,) and states or None, and returns the
+    input of ``logits`` (R, H) and features, states or None; ``logits`` returns (R, V).
+    """
 
     @property
     def shape(self) -> NetShape: ...
@@ -72,17 +76,11 @@ class Net(Protocol):
     @property
     def rotary(self) -> Rotary: ...
 
-    def fuse(self, features: Any) -> Any:
-        """(R, F) -> states (R, H)."""
-        ...
+    def fuse(self, features: Any) -> Any: ...
 
-    def forward(self, ids: Any, states: Any, attend: Any) -> tuple[Any, Any]:
-        """Tokens (R,) and states (R, H) or None -> input of ``logits`` (R, H), and features, states or None."""
-        ...
+    def forward(self, ids: Any, states: Any, attend: Any) -> tuple[Any, Any]: ...
 
-    def logits(self, read: Any) -> Any:
-        """(R, H) -> (R, V)."""
-        ...
+    def logits(self, read: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ class Entries:
 
     Attributes:
         tree: the trees, of which the nodes from ``first_node`` on are run; earlier ones are in their slots already.
-        lengths: (B,) slots of each row before its tree.
+        lengths: (B,) slots of each row before its tree; empty in a recording.
         first_row: the row of the first tree.
         ids: (B, W) the token that each entry reads, PAD if unused; None for its node's token.
         states: (B, W, H), or None if the network reads tokens alone.
@@ -124,6 +122,9 @@ class Entries:
         return max(self.lengths) + self.tree.num_nodes
 
 
+Outputs = tuple[Tensor | None, Tensor | None]  # logits, and the second output
+
+
 class Runner(ABC):
     """Runs a network over the KV slots of one decoder.
 
@@ -141,9 +142,7 @@ class Runner(ABC):
         self.cache = cache or new_cache(shape.num_layers, shape.num_kv_heads, shape.head_dim, net.dtype, net.device)
 
     @abstractmethod
-    def forward(
-        self, entries: Entries, *, want_logits: bool = True, last: Tensor | None = None
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def forward(self, entries: Entries, *, want_logits: bool = True, last: Tensor | None = None) -> Outputs:
         """Run entries and write their slots: logits (B, W, V), and the second output (B, W, F or H) or None.
 
         Args:
@@ -162,10 +161,9 @@ class Runner(ABC):
         prompt_lengths: Sequence[int] | None = None,
         accept: AcceptArgs | None = None,
     ) -> Verified:
-        """Run whole trees of a target.
+        """Run whole trees of a target, whose rows have ``lengths`` (B,) committed KV slots.
 
         Args:
-            lengths: (B,) committed KV slots of each row.
             accept: how tokens are drawn, for runners that can apply ``accept.match`` and commit the kept nodes at once.
         """
         logits, out = self.forward(Entries(tree, lengths, prompt_lengths=prompt_lengths))
@@ -210,7 +208,6 @@ class Runner(ABC):
         return DraftTree.chain(on_device(tokens, device)), last, states
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
-        """Make room for rows and slots; the content stays."""
         self.cache.reserve(num_rows, num_slots)
 
     def commit(self, lengths: Sequence[int], path: Tensor) -> None:
@@ -228,9 +225,7 @@ class Runner(ABC):
     ) -> Tensor | None:
         """Write the slots of tokens in a row from ``start`` on, in chunks; returns the second output (1, T, F or H).
 
-        Args:
-            features: (1, T, F).
-            prompt_length: for rotations that depend on it.
+        ``features`` are (1, T, F).
         """
         self.reserve(row + 1, start + len(ids) + 1)
         if not start:
@@ -249,11 +244,8 @@ class Runner(ABC):
     def watch(self, row: int, ids: Sequence[int], start: int, prompt_length: int | None = None) -> Tensor:
         """Attention weights of the last tokens on each slot before them: (L, K, ``start``) float32.
 
-        Summed over these tokens and over the query heads that share a KV head. Writes no slots.
-
-        Args:
-            ids: tokens of a row, which are in its slots from ``start`` on already.
-            prompt_length: for rotations that depend on it.
+        Summed over these tokens and over the query heads that share a KV head. Writes no slots: ``ids`` are in the
+        row's slots from ``start`` on already.
         """
         shape, device = self.net.shape, self.net.device
         watched = torch.zeros(shape.num_layers, shape.num_kv_heads, start, device=device)
@@ -273,9 +265,6 @@ class Runtime(Protocol):
         ...
 
 
-Outputs = tuple[Tensor | None, Tensor | None]
-
-
 def pick(outputs: Outputs, last: Tensor) -> Outputs:
     """The results (B, W, ...) at one entry of each row, ``last`` (B, 1, 1)."""
     logits, out = (x if x is None else x.gather(1, last.expand(-1, 1, x.shape[2])) for x in outputs)
@@ -285,73 +274,41 @@ def pick(outputs: Outputs, last: Tensor) -> Outputs:
 # --- PyTorch, operator by operator ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """Inputs of a forward on the device; see ``Entries``. A recording knows no values on the host.
-
-    Attributes:
-        ids: (B, W) the token that each entry reads; PAD if unused.
-        lengths_B: (B,) slots before the trees; ``lengths``: the same on the host, None in a recording.
-        width: slots that attention reads.
-        upto: positions that may be reached.
-        prompts_B: (B, 1) lengths of the prompts, or None.
-    """
-
-    tree: DraftTree
-    ids: Tensor
-    states: Tensor | None
-    lengths_B: Tensor
-    lengths: Sequence[int] | None
-    width: int
-    upto: int
-    first_node: int = 0
-    first_row: int = 0
-    prompts_B: Tensor | None = None
-    view: View | None = None
-    watched: Tensor | None = None
-
-
 class EagerRunner(Runner):
-    def forward(
-        self, entries: Entries, *, want_logits: bool = True, last: Tensor | None = None
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def forward(self, entries: Entries, *, want_logits: bool = True, last: Tensor | None = None) -> Outputs:
         device, prompts, upto = self.net.device, entries.prompt_lengths, entries.upto
         self.cache.hold(entries.first_row, entries.lengths, entries.tree.num_nodes)
-        read, out = self.hidden(
-            Inputs(
-                entries.tree,
-                entries.tokens,
-                entries.states,
-                on_device(entries.lengths, device),
-                entries.lengths,
-                round_up(upto, KEY_BLOCK),
-                upto,
-                entries.first_node,
-                entries.first_row,
-                None if prompts is None else on_device(prompts, device)[:, None],
-                entries.view,
-                entries.watched,
-            )
-        )
+        prompts_B = None if prompts is None else on_device(prompts, device)
+        lengths_B = on_device(entries.lengths, device)
+        read, out = self.hidden(entries, lengths_B, prompts_B, width=round_up(upto, KEY_BLOCK), upto=upto)
         if last is not None:
             picked, out = pick((read, out), last)
             assert picked is not None
             read = picked
         return (self.logits(read) if want_logits else None), out
 
-    def hidden(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-        """The LM head's input (B, W, H), and the second output (B, W, F or H) or None."""
-        net, tree, first_node = self.net, inputs.tree, inputs.first_node
-        rows, nodes = inputs.ids.shape
+    def hidden(
+        self, entries: Entries, lengths_B: Tensor, prompts_B: Tensor | None = None, *, width: int, upto: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """The LM head's input (B, W, H), and the second output (B, W, F or H) or None.
+
+        Args:
+            entries: without ``lengths`` in a recording, which knows no values on the host.
+            width: slots that attention reads.
+            upto: positions that may be reached.
+        """
+        net, tree, first_node, ids = self.net, entries.tree, entries.first_node, entries.tokens
+        rows, nodes = ids.shape
         real = rows * nodes
-        positions = inputs.lengths_B[:, None] + tree.depths[:, first_node:]
-        cis = net.rotary.cis(positions, inputs.prompts_B, upto=inputs.upto).view(real, 1, -1)
+        positions = lengths_B[:, None] + tree.depths[:, first_node:]
+        prompts = None if prompts_B is None else prompts_B[:, None]
+        cis = net.rotary.cis(positions, prompts, upto=upto).view(real, 1, -1)
         padding = max(MIN_ROWS - real, 0)  # padded once here, not in every matrix
-        ids = F.pad(inputs.ids.clamp(min=0).reshape(-1), (0, padding))
-        states = None if inputs.states is None else F.pad(inputs.states.flatten(0, 1), (0, 0, 0, padding))
+        ids = F.pad(ids.clamp(min=0).reshape(-1), (0, padding))
+        states = None if entries.states is None else F.pad(entries.states.flatten(0, 1), (0, 0, 0, padding))
         slots = TreeSlots(
-            self.cache, tree, inputs.lengths_B, inputs.lengths, inputs.first_row, first_node, inputs.width,
-            inputs.view, inputs.watched,
+            self.cache, tree, lengths_B, entries.lengths or None, entries.first_row, first_node, width, entries.view,
+            entries.watched,
         )  # fmt: skip
         shape, attend = net.shape, None
         if shape.num_layers:

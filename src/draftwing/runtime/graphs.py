@@ -2,7 +2,7 @@
 
 A graph repeats the same kernels on the same memory, so shapes are rounded up to buckets, inputs are copied into static
 tensors, and outputs are valid until the next replay. The recorded functions are those of eager decoding; they can be
-recorded because they read nothing from the host. ``Recorder`` replays without a GPU, for tests.
+recorded because they read nothing from the host.
 
 Shape suffixes: B rows, N nodes (padded to the bucket), W entries, V vocabulary, F features.
 """
@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from draftwing.errors import DraftwingWarning
 from draftwing.models.cache import KVCache
 from draftwing.models.paged import makes_pages
 from draftwing.noise import AcceptArgs
-from draftwing.runtime.forward import EagerRunner, Entries, Inputs, Net, pick
+from draftwing.runtime.forward import EagerRunner, Entries, Net, pick
 from draftwing.runtime.tree_builder import Drafted, DraftRequest, TreeBuilder, Verified, VerifyRequest
 from draftwing.sampling import SamplingBatch
 from draftwing.torch_utils import on_device
@@ -37,34 +36,14 @@ T = TypeVar("T")
 
 
 class Record(Protocol):
-    """Records a function without arguments and returns a function that replays it.
+    """Records a function without arguments, which may run several times meanwhile, and returns one that replays it.
 
-    The function may run several times while it is recorded, so it must write the same values for the same inputs. All
-    replays return the same tensors and overwrite them.
+    All replays return the same tensors and overwrite them.
     """
 
     num_recorded: int
 
     def __call__(self, function: Callable[[], Outputs]) -> Callable[[], Outputs]: ...
-
-
-class Recorder:
-    """Replays by running the function again, for tests. Like a graph, every replay overwrites the same outputs."""
-
-    def __init__(self) -> None:
-        self.num_recorded = self.num_replays = 0
-
-    def __call__(self, function: Callable[[], Outputs]) -> Callable[[], Outputs]:
-        self.num_recorded += 1
-        static = tuple(output.clone() for output in function())
-
-        def replay() -> Outputs:
-            self.num_replays += 1
-            for kept, fresh in zip(static, function(), strict=True):
-                kept.copy_(fresh)
-            return static
-
-        return replay
 
 
 class CudaRecorder:
@@ -107,42 +86,44 @@ class CudaRecorder:
         return replay
 
 
-class Recording:
-    """A function over static inputs, recorded at its first run.
+@dataclass
+class Recording(Generic[T]):
+    """A function over static ``inputs``, recorded at its first run.
 
     Recorded earlier, with empty inputs, it would write wrong keys and values into the slots of the first tokens.
     """
 
-    def __init__(self, record: Record, function: Callable[[], Outputs]) -> None:
-        self._record, self._function = record, function
-        self._replay: Callable[[], Outputs] | None = None
+    record: Record
+    inputs: T
+    function: Callable[[], Outputs]
+    replay: Callable[[], Outputs] | None = None
 
     def run(self) -> Outputs:
         """Outputs for the current inputs, valid until the next run of any recording of the same ``Record``."""
-        if self._replay is None:
-            self._replay = self._record(self._function)
-        return self._replay()
+        if self.replay is None:
+            self.replay = self.record(self.function)
+        return self.replay()
 
 
 class Recordings(Generic[T]):
     """Recordings over one cache, by key; dropped when its slots move, since a graph holds addresses."""
 
-    def __init__(self, cache: KVCache) -> None:
-        self._cache, self._data = cache, cache.data
-        self._by_key: OrderedDict[Hashable, T] = OrderedDict()
+    def __init__(self, record: Record, cache: KVCache) -> None:
+        self._record, self._cache, self._data = record, cache, cache.data
+        self._by_key: dict[Hashable, Recording[T]] = {}  # the most recently used last
 
-    def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The recording for ``key``, made if there is none. Slots must be reserved before."""
+    def get(self, key: Hashable, make: Callable[[], tuple[T, Callable[[], Outputs]]]) -> Recording[T]:
+        """The recording for ``key``. If there is none, ``make`` returns its inputs and function.
+
+        Slots must be reserved before.
+        """
         if self._cache.data is not self._data:
             self._by_key.clear()
             self._data = self._cache.data
-        recording = self._by_key.get(key)
-        if recording is None:
-            recording = self._by_key[key] = make()
-            if len(self._by_key) > CAPACITY:
-                self._by_key.popitem(last=False)
-        else:
-            self._by_key.move_to_end(key)
+        recording = self._by_key.pop(key, None) or Recording(self._record, *make())
+        self._by_key[key] = recording
+        if len(self._by_key) > CAPACITY:
+            del self._by_key[next(iter(self._by_key))]
         return recording
 
 
@@ -183,7 +164,7 @@ def round_up_slots(count: int, cache: KVCache) -> int:
 # --- a net -----------------------------------------------------------------------------------------------------------
 
 
-class _Bucket:
+class _Bucket(NamedTuple):
     """The static inputs of one recorded forward.
 
     Attributes:
@@ -192,12 +173,10 @@ class _Bucket:
         table: the recorded rotation factors: kept alive, since a longer table may replace them in the net.
     """
 
-    def __init__(self, rows: int, nodes: int, net: Net, width: int) -> None:
-        self.tokens = torch.full((rows, nodes), PAD, dtype=torch.int64, device=net.device)
-        self.parents = torch.full_like(self.tokens, -1)
-        self.lengths = torch.zeros(rows, dtype=torch.int64, device=net.device)
-        self.table = net.rotary.table(width)
-        self.recording: Recording | None = None
+    tokens: Tensor
+    parents: Tensor
+    lengths: Tensor
+    table: Tensor
 
 
 class RecordedRunner(EagerRunner):
@@ -213,9 +192,8 @@ class RecordedRunner(EagerRunner):
 
     def __init__(self, net: Net, record: Record, cache: KVCache | None = None) -> None:
         super().__init__(net, cache)
-        self._record = record
-        self._buckets: Recordings[_Bucket] = Recordings(self.cache)
-        self._drafts: Recordings[_Draft] = Recordings(self.cache)
+        self._buckets: Recordings[_Bucket] = Recordings(record, self.cache)
+        self._drafts: Recordings[_Draft] = Recordings(record, self.cache)
 
     def forward(
         self, entries: Entries, *, want_logits: bool = True, last: Tensor | None = None
@@ -223,8 +201,8 @@ class RecordedRunner(EagerRunner):
         """See ``Runner.forward``; the result is valid until the next one. Prompts, drafts and views run eagerly."""
         if not want_logits or entries.states is not None or entries.first_row or entries.view is not None:
             return super().forward(entries, want_logits=want_logits, last=last)
-        results, _ = self._replay(entries)
-        return results if last is None else pick(results, last)
+        logits, out, _ = self._replay(entries)
+        return (logits, out) if last is None else pick((logits, out), last)
 
     def verify(
         self,
@@ -234,11 +212,10 @@ class RecordedRunner(EagerRunner):
         accept: AcceptArgs | None = None,
     ) -> Verified:
         """See ``Runner.verify``. Acceptance reads the paths that the forward has computed."""
-        (logits, out), paths = self._replay(Entries(tree, lengths))
-        assert logits is not None
+        logits, out, paths = self._replay(Entries(tree, lengths))
         return Verified(logits, out, tree if tree.is_line else replace(tree, paths=paths))
 
-    def _replay(self, entries: Entries) -> tuple[tuple[Tensor | None, Tensor | None], tuple[Tensor, Tensor]]:
+    def _replay(self, entries: Entries) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor]]:
         """Logits and second output of the new nodes, and ``DraftTree.paths`` of all nodes."""
         tree = entries.tree
         rows, nodes, first_node = tree.num_rows, tree.num_nodes, entries.first_node
@@ -248,28 +225,28 @@ class RecordedRunner(EagerRunner):
         self.cache.hold(0, entries.lengths, padded)
         width = round_up_slots(num_slots, self.cache)
         key = (wide, first_node, padded, width)
-        bucket = self._buckets.get(key, lambda: self._bucket(wide, padded, width, first_node))
+        recording = self._buckets.get(key, lambda: self._bucket(wide, padded, width, first_node))
+        bucket = recording.inputs
         bucket.lengths[:rows].copy_(on_device(entries.lengths, bucket.lengths.device))
         bucket.tokens[:rows, :nodes].copy_(tree.tokens)
         bucket.parents[:rows, :nodes].copy_(tree.parents)
-        assert bucket.recording is not None
-        logits, ancestors, depths, *out = bucket.recording.run()
+        logits, ancestors, depths, *out = recording.run()
         paths = (ancestors[:rows, :nodes, :nodes].clone(), depths[:rows, :nodes].clone())  # a tree outlives its step
         fresh = nodes - first_node
-        return (logits[:rows, :fresh], out[0][:rows, :fresh] if out else None), paths
+        return logits[:rows, :fresh], out[0][:rows, :fresh] if out else None, paths
 
-    def _bucket(self, rows: int, nodes: int, width: int, first_node: int) -> _Bucket:
-        bucket = _Bucket(rows, nodes, self.net, width)
+    def _bucket(self, rows: int, nodes: int, width: int, first_node: int) -> tuple[_Bucket, Callable[[], Outputs]]:
+        tokens = torch.full((rows, nodes), PAD, dtype=torch.int64, device=self.net.device)
+        lengths = torch.zeros(rows, dtype=torch.int64, device=self.net.device)
+        bucket = _Bucket(tokens, torch.full_like(tokens, -1), lengths, self.net.rotary.table(width))
 
         def run() -> Outputs:
             tree = DraftTree(bucket.tokens, bucket.parents)
-            ids = tree.tokens[:, first_node:]
-            read, out = self.hidden(Inputs(tree, ids, None, bucket.lengths, None, width, width, first_node))
+            read, out = self.hidden(Entries(tree, (), first_node=first_node), bucket.lengths, width=width, upto=width)
             outputs = (self.logits(read), tree.ancestors, tree.depths)
             return outputs if out is None else (*outputs, out)
 
-        bucket.recording = Recording(self._record, run)
-        return bucket
+        return bucket, run
 
     def draft(self, request: DraftRequest, verify: VerifyRequest | None = None) -> Drafted:
         """See ``Runner.draft``: the same trees that it grows eagerly."""
@@ -285,31 +262,32 @@ class RecordedRunner(EagerRunner):
         self.cache.hold(0, request.lengths, entries)
         self.cache.hold(0, lengths, nodes)
         width = round_up_slots(num_slots, self.cache)
-        draft = self._drafts.get((wide, entries, width, kind), lambda: self._new_draft(wide, entries, width, request))
-        draft.fill(request)
-        assert draft.recording is not None
-        outputs = [output[:rows].clone() for output in draft.recording.run()]  # a step keeps its tree
+        key = (wide, entries, width, kind)
+        recording = self._drafts.get(key, lambda: self._new_draft(wide, entries, width, request))
+        recording.inputs.fill(request)
+        outputs = [output[:rows].clone() for output in recording.run()]  # a step keeps its tree
         if len(outputs) == 1:
             return Drafted(DraftTree.chain(outputs[0]), num_levels=depth - 1)
         tokens, parents, confidence, *places = outputs
         return Drafted(DraftTree(tokens, parents, confidence, depth=depth), places[0] if places else None, depth - 1)
 
-    def _new_draft(self, rows: int, entries: int, width: int, request: DraftRequest) -> _Draft:
+    def _new_draft(
+        self, rows: int, entries: int, width: int, request: DraftRequest
+    ) -> tuple[_Draft, Callable[[], Outputs]]:
         draft = _Draft(rows, entries, request, self.net, width)
         budget, calibration, wants_places = request.budget, request.calibration, request.wants_places
 
         def run_level(
             tree: DraftTree, first: int, ids: Tensor | None, states: Tensor | None
         ) -> tuple[Tensor, Tensor | None]:
-            ids = tree.tokens[:, first:] if ids is None else ids
-            read, out = self.hidden(Inputs(tree, ids, states, draft.lengths, None, width, width, first))
+            level = Entries(tree, (), first_node=first, ids=ids, states=states)
+            read, out = self.hidden(level, draft.lengths, width=width, upto=width)
             return self.logits(read), out
 
         def run() -> Outputs:
-            chain = DraftTree.chain(draft.tokens)
             states = None if draft.features is None else self.fuse(draft.features)
-            outputs = self.hidden(Inputs(chain, chain.tokens, states, draft.fed, None, width, width))
-            read, out = pick(outputs, draft.last)
+            unread = Entries(DraftTree.chain(draft.tokens), (), states=states)
+            read, out = pick(self.hidden(unread, draft.fed, width=width, upto=width), draft.last)
             assert read is not None
             builder = TreeBuilder(
                 draft.pending, draft.active, (), draft.sampling, budget, calibration, wants_places=wants_places
@@ -322,8 +300,7 @@ class RecordedRunner(EagerRunner):
             parts = (tree.tokens, tree.parents, tree.confidence)
             return parts if grown.places is None else (*parts, grown.places)
 
-        draft.recording = Recording(self._record, run)
-        return draft
+        return draft, run
 
 
 def recording_key(request: DraftRequest) -> Hashable | None:
@@ -412,7 +389,6 @@ class _Draft:
         self.features = None if features is None else features.new_zeros(rows, entries, features.shape[2])
         self.sampling = _StaticSampling(request.sampling, rows, request.budget.depth)
         self._entries, self._table = entries, net.rotary.table(width)
-        self.recording: Recording | None = None
 
     def fill(self, request: DraftRequest) -> None:
         columns = zip(

@@ -21,7 +21,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -127,12 +127,9 @@ class DraftRequest:
 
 
 class VerifyRequest(NamedTuple):
-    """Asks a runner that drafts to verify the trees in the same call.
+    """Asks a runner that drafts to verify the trees in the same call with the target's ``runner``.
 
-    Attributes:
-        runner: the target's.
-        lengths: (B,) committed KV slots of each row.
-        accept: how the target draws tokens.
+    ``lengths`` (B,) are the committed KV slots of each row; ``accept`` is how the target draws tokens.
     """
 
     runner: object
@@ -207,7 +204,7 @@ class StaticLevel:
         """``parents``, ``ranks`` and ``expanded`` as int64 on a device."""
         with torch.inference_mode(False):
             columns = (self.parents, self.ranks, self.expanded)
-            parents, ranks, expanded = (torch.tensor(each, dtype=torch.int64, device=device) for each in columns)
+            parents, ranks, expanded = (torch.tensor(column, dtype=torch.int64, device=device) for column in columns)
         return parents, ranks, expanded
 
 
@@ -330,9 +327,7 @@ class TreeBuilder:
         self._tokens = roots[:, None]
         self._parents = torch.full_like(self._tokens, -1)
         # A root of log probability -inf has no children: that is how rows are left out.
-        rows = (
-            active if isinstance(active, Tensor) else on_device([int(each) for each in active], roots.device)[:, None]
-        )
+        rows = active if isinstance(active, Tensor) else on_device(list(map(int, active)), roots.device)[:, None]
         self._log_probs = torch.zeros(self._tokens.shape, device=roots.device).masked_fill(rows == 0, -torch.inf)
         self._expanded = torch.zeros_like(self._tokens)  # nodes that were run, or will be next
         self._expanded_parents = self._parents
@@ -346,8 +341,8 @@ class TreeBuilder:
         if budget.rule is not None:
             assert not self._static
             self.depth = min(self.depth, budget.rule.max_depth)
-            most = self.depth if self.is_chain else budget.nodes
-            self._ruled = RuledTrees.start(budget.rule, roots.tolist(), (rows[:, 0] != 0).tolist(), budget.width, most)
+            limit = self.depth if self.is_chain else budget.nodes
+            self._ruled = RuledTrees.start(budget.rule, roots.tolist(), (rows[:, 0] != 0).tolist(), budget.width, limit)
         self._is_stopped = False
 
     def grow(self, logits: Tensor, states: Tensor | None, run_level: RunLevel, *, shifted: bool) -> Drafted:
@@ -413,8 +408,8 @@ class TreeBuilder:
         static = self._static[level] if self._static else None
         if self._ruled is not None:
             scores = scores.masked_fill(scores.isnan(), -torch.inf)
-        wanted = max(static.ranks) + 1 if static else self._budget.width
-        count = min(wanted, scores.shape[-1])
+        num_ranks = max(static.ranks) + 1 if static else self._budget.width
+        count = min(num_ranks, scores.shape[-1])
         tokens, log_probs = self._children.best(scores, level, count)
         if trust is not None:
             log_probs = log_probs + trust.log()[:, :, None]
@@ -427,10 +422,10 @@ class TreeBuilder:
         frontier, start = self._expanded[:, self.first :], self._tokens.shape[1]
         log_probs = self._log_probs.gather(1, frontier)[:, :, None] + log_probs
         if static is not None:
-            missing = wanted - count  # ranks that a small vocabulary does not have become unused nodes
+            missing = num_ranks - count  # ranks that a small vocabulary does not have become unused nodes
             tokens, log_probs = F.pad(tokens, (0, missing)), F.pad(log_probs, (0, missing), value=-torch.inf)
             parents, ranks, inner = static.tensors(scores.device)
-            chosen = parents * wanted + ranks
+            chosen = parents * num_ranks + ranks
             self._append(tokens.flatten(1)[:, chosen], frontier[:, parents], log_probs.flatten(1)[:, chosen])
             nodes, above = (start + inner).expand(len(tokens), -1), parents[inner].expand(len(tokens), -1)
         else:
@@ -530,10 +525,9 @@ class AcceptRates:
 
 
 def num_worthwhile(ranked: Sequence[Sequence[float]], rule: GrowthRule, max_nodes: int) -> int:
-    """How many nodes of each row are worth their verification, at most ``max_nodes``.
+    """Return how many nodes of each row are worth their verification, at most ``max_nodes``.
 
-    Args:
-        ranked: for each row the probabilities of its nodes' paths, the likeliest first.
+    ``ranked`` has the probabilities of each row's paths, the likeliest first.
     """
     sums: list[float] = []  # over all rows: of the best, second best, ... node
     for row in ranked:
@@ -577,10 +571,7 @@ class _RowTree:
 class RuledTrees:
     """The trees of all rows, grown or pruned by a ``GrowthRule`` on the host.
 
-    Args:
-        trees: of the rows.
-        width: most nodes to expand on each level.
-        max_nodes: most nodes of a finished tree.
+    Expands at most ``width`` nodes of each level, and keeps at most ``max_nodes``.
     """
 
     def __init__(self, rule: GrowthRule, trees: Sequence[_RowTree], width: int, max_nodes: int) -> None:
@@ -627,11 +618,8 @@ class RuledTrees:
         chosen = [[node for node in tree.order[:kept] if node >= tree.newest][: self._width] for tree in self._trees]
         gain, cost, total, width = float(rule.gains[level]), float(rule.costs[level]), 0.0, 0
         while width < max(map(len, chosen)):
-            path_probs = sum(
-                tree.path_probs[nodes[width]]
-                for tree, nodes in zip(self._trees, chosen, strict=True)
-                if width < len(nodes)
-            )
+            pairs = zip(self._trees, chosen, strict=True)
+            path_probs = sum(tree.path_probs[nodes[width]] for tree, nodes in pairs if width < len(nodes))
             if width and not path_probs * gain > cost * rule.share:
                 break
             total, width = total + path_probs, width + 1
@@ -670,9 +658,11 @@ class RuledTrees:
         tree = self.cut(kept, self._num_forwards, device)
         if self._width == 1:
             return Drafted(tree, None, self._num_levels - 1)
-        places = [[row.places[node] for node in nodes] for row, nodes in zip(self._trees, kept, strict=True)]
-        padded = np.array([[*row, *[PAD] * (tree.num_nodes - len(row))] for row in places], dtype=np.int64)
-        return Drafted(tree, torch.from_numpy(padded), self._num_levels - 1)
+        places = [
+            [*(row.places[node] for node in nodes), *[PAD] * (tree.num_nodes - len(nodes))]
+            for row, nodes in zip(self._trees, kept, strict=True)
+        ]
+        return Drafted(tree, torch.tensor(places), self._num_levels - 1)
 
     def kept(self) -> list[list[int]]:
         """The nodes of each row that are worth their verification, the root first."""
@@ -690,21 +680,19 @@ class RuledTrees:
 
     def cut(self, kept: Sequence[Sequence[int]], num_forwards: float, device: torch.device) -> DraftTree:
         """A tree of these nodes."""
-        width = max(map(len, kept))
-        numbers: list[list[list[int]]] = [[], []]
-        probs: list[list[list[float]]] = [[], []]
-        is_line, deepest = True, 0
+        width, is_line, deepest = max(map(len, kept)), True, 0
+        columns: list[list[list[Any]]] = [[], [], [], []]
         for tree, nodes in zip(self._trees, kept, strict=True):
             index, rest = {node: i for i, node in enumerate(nodes)}, width - len(nodes)
             parents = [-1, *[index[tree.parents[node]] for node in nodes[1:]]]
             is_line &= parents == [*range(-1, len(nodes) - 1)]
             deepest = max(deepest, *[tree.depths[node] for node in nodes])
-            numbers[0].append([*[tree.tokens[node] for node in nodes], *[PAD] * rest])
-            numbers[1].append([*parents, *[-1] * rest])
-            probs[0].append([*[tree.path_probs[node] for node in nodes], *[0.0] * rest])
-            probs[1].append([*[tree.node_probs[node] for node in nodes], *[0.0] * rest])
-        tokens_BN, parents_BN = torch.tensor(numbers, device=device).unbind()
-        path_BN, node_BN = torch.tensor(probs, dtype=torch.float32, device=device).unbind()
+            columns[0].append([*[tree.tokens[node] for node in nodes], *[PAD] * rest])
+            columns[1].append([*parents, *[-1] * rest])
+            columns[2].append([*[tree.path_probs[node] for node in nodes], *[0.0] * rest])
+            columns[3].append([*[tree.node_probs[node] for node in nodes], *[0.0] * rest])
+        tokens_BN, parents_BN = torch.tensor(columns[:2], device=device).unbind()
+        path_BN, node_BN = torch.tensor(columns[2:], dtype=torch.float32, device=device).unbind()
         return DraftTree(
             tokens_BN, parents_BN, path_BN, node_probs=node_BN, num_draft_forwards=num_forwards, is_line=is_line,
             depth=deepest,
