@@ -36,7 +36,7 @@ from draftwing.formats.identity import differences, has_tokenizer, made_for, tar
 from draftwing.formats.read import checked_training, is_head
 from draftwing.formats.settings import FORMAT
 from draftwing.formats.write import write_folder
-from draftwing.methods.base import Budget, Drafter, ListTree
+from draftwing.methods.base import Budget, Drafter, ListTree, swap_remove
 from draftwing.methods.calibration import Calibration
 from draftwing.methods.ensemble import together, unite
 from draftwing.methods.lookup import SuffixAutomaton
@@ -140,8 +140,7 @@ class CausalLMDrafter(NetDrafter):
     def remove(self, ctx: Context, row: int) -> None:
         """Drop the row's slots; the last row takes its place."""
         self.runner.cache.move_row(len(self._read) - 1, row)
-        self._read[row] = self._read[-1]
-        self._read.pop()
+        swap_remove(self._read, row)
 
     def _room(self, row: Row) -> int:
         """Return how deep a tree this model's context allows for a row; once below 1 it stays there."""
@@ -283,8 +282,7 @@ class StagedDrafter(CausalLMDrafter):
 
     def remove(self, ctx: Context, row: int) -> None:
         super().remove(ctx, row)
-        self._rows[row] = self._rows[-1]
-        self._rows.pop()
+        swap_remove(self._rows, row)
 
     @inference
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:

@@ -589,8 +589,7 @@ class CombinedDrafter(Drafter):
             return features
         if not taps:
             return None
-        width = features.shape[2] // len(self.features.taps)
-        by_tap = features.unflatten(2, (-1, width))  # the number of tokens may be 0
+        by_tap = features.unflatten(2, (len(self.features.taps), -1))
         return by_tap[..., [self.features.taps.index(tap) for tap in taps], :].flatten(-2)
 
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:

@@ -23,7 +23,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from draftwing.methods.base import Budget, Drafter, ListTree
+from draftwing.methods.base import Budget, Drafter, ListTree, swap_remove
 from draftwing.methods.lookup import merge_paths, node_depths, to_draft_tree
 from draftwing.methods.method import DraftMethod, NewDrafter, Source, integer_option
 from draftwing.models.context import Context, Row, TargetOutput
@@ -125,8 +125,7 @@ class LookaheadDrafter(Drafter):
         self.windows.append(LookaheadWindow(NGramPool(self._guesses)))
 
     def remove(self, ctx: Context, row: int) -> None:
-        self.windows[row] = self.windows[-1]
-        self.windows.pop()
+        swap_remove(self.windows, row)
 
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         """Propose up to ``budget.width`` n-grams (with a rule: all guesses), and add the window."""

@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from draftwing.methods.base import Budget, Drafter, ListTree, NoDrafter
+from draftwing.methods.base import Budget, Drafter, ListTree, NoDrafter, swap_remove
 from draftwing.methods.method import DraftMethod, NewDrafter, Source, integer_option
 from draftwing.methods.suffix_array import Follower, Match
 from draftwing.models.context import Context, Row
@@ -276,8 +276,7 @@ class ListDrafter(Drafter):
         self._automata.append(SuffixAutomaton())
 
     def remove(self, ctx: Context, row: int) -> None:
-        self._automata[row] = self._automata[-1]
-        self._automata.pop()
+        swap_remove(self._automata, row)
 
     def automaton(self, index: int, row: Row) -> SuffixAutomaton:
         """Return a row's automaton, extended by its new tokens."""

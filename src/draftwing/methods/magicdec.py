@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.errors import ConfigError, UnsupportedError, shown
-from draftwing.methods.base import Budget
+from draftwing.methods.base import Budget, swap_remove
 from draftwing.methods.calibration import Calibration
 from draftwing.methods.method import DraftMethod, NewDrafter, Source, integer_option
 from draftwing.methods.net_drafter import NetDrafter
@@ -119,8 +119,7 @@ class SnapKVSlots:
             self._fill(len(self._choices) - 1)
 
     def remove(self, row: int) -> None:
-        self._choices[row] = self._choices[-1]
-        self._choices.pop()
+        swap_remove(self._choices, row)
         if self._slots is not None:
             self._slots[row] = self._slots[-1]
             self._slots = self._slots[:-1] if self._choices else None

@@ -26,7 +26,7 @@ import numpy as np
 from torch import Tensor
 
 from draftwing.errors import ConfigError, DataError, DraftwingWarning, shown
-from draftwing.methods.base import Budget, ListTree
+from draftwing.methods.base import Budget, ListTree, swap_remove
 from draftwing.methods.lookup import ListDrafter
 from draftwing.methods.method import DraftMethod, NewDrafter, Source, integer_option
 from draftwing.methods.suffix_array import (
@@ -97,8 +97,7 @@ class LlmaDrafter(RetrievalDrafter):
 
     def remove(self, ctx: Context, row: int) -> None:
         super().remove(ctx, row)
-        self._references[row] = self._references[-1]
-        self._references.pop()
+        swap_remove(self._references, row)
 
     def matches(self, index: int, row: Row) -> Iterator[Match]:
         """Yield the longest match in the row's references, the shared ones, and the request itself."""
