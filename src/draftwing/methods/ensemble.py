@@ -90,15 +90,14 @@ class Offer:
 
 def follow(proposal: ListTree | Union, tokens: Sequence[int]) -> list[int]:
     """Return the nodes along ``tokens``, the root first, as far as they were proposed."""
-    children = {}
+    children: dict[tuple[int, int], int] = {}
     for node in range(len(proposal.tokens) - 1, 0, -1):  # the first of equal siblings counts
         children[proposal.parents[node], proposal.tokens[node]] = node
     path = [0]
     for token in tokens:
-        node = children.get((path[-1], token))
-        if node is None:
+        if (path[-1], token) not in children:
             break
-        path.append(node)
+        path.append(children[path[-1], token])
     return path
 
 
@@ -589,8 +588,8 @@ class CombinedDrafter(Drafter):
             return features
         if not taps:
             return None
-        by_tap = features.unflatten(2, (len(self.features.taps), -1))
-        return by_tap[..., [self.features.taps.index(tap) for tap in taps], :].flatten(-2)
+        by_tap = features.chunk(len(self.features.taps), 2)
+        return torch.cat([by_tap[self.features.taps.index(tap)] for tap in taps], 2)
 
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         """Return the best nodes of all proposals within the budget."""

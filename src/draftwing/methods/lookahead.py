@@ -35,11 +35,7 @@ FIRST_PROB, LATER_PROB = 0.5, 0.7
 
 
 class NGramPool:
-    """The latest n-grams that begin with each token.
-
-    Args:
-        max_ngrams: n-grams kept per first token.
-    """
+    """The latest n-grams that begin with each token, up to ``max_ngrams`` of each."""
 
     def __init__(self, max_ngrams: int) -> None:
         self._max_ngrams = max_ngrams

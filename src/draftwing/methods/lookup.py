@@ -65,7 +65,6 @@ class SuffixAutomaton:
         return len(self._tokens)
 
     def extend_all(self, tokens: Iterable[int]) -> None:
-        """Append ``tokens``, in order."""
         for token in tokens:
             self.extend(token)
 

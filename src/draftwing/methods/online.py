@@ -99,7 +99,6 @@ class Tally:
 
     @property
     def rate(self) -> float:
-        """Share of accepted levels."""
         return self.hits / max(self.levels, 1)
 
     def fell_from(self, before: Tally) -> bool:
