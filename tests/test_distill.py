@@ -112,7 +112,7 @@ def test_the_loss_is_the_divergence_after_every_token_that_counts(family, name, 
     target = LeanTarget.from_folder(folder_of("llama"), torch.float64, prepack=False)
     changes = {"tie_word_embeddings": True} if family.endswith("tied") else {}
     family = family.removesuffix("-tied")
-    net = read_causal_lm(folder_of(family, 1, **changes), None, CPU, torch.float64)
+    net = read_causal_lm(folder_of(family, 1, **changes), CPU, dtype=torch.float64)
     model = float64_norms(build(family, 1, **changes))
     rows = [(ids, mask) for ids, mask in ((each.ids, each.mask) for each in toy_corpus().examples[2:5])]
     batch = collate(rows)
@@ -138,7 +138,7 @@ def test_the_loss_is_the_divergence_after_every_token_that_counts(family, name, 
 
 
 def test_what_is_not_for_draft_models_is_refused(folder_of):
-    net = read_causal_lm(folder_of("llama"), None, CPU)
+    net = read_causal_lm(folder_of("llama"), CPU)
     with refused(ConfigError, "predicts no features", "--objective fkl"):
         AlignedLoss(net, OBJECTIVES["hass"])
     with refused(ConfigError, "every position at once", "--unroll-steps"):
@@ -146,7 +146,7 @@ def test_what_is_not_for_draft_models_is_refused(folder_of):
     with refused(ConfigError, "own_text belongs to causal-lm", "eagle3"):
         TrainOptions("eagle3", own_text=0.5, iterations=1)
     with refused(UnsupportedError, "mixture of experts", "start from a dense model"):
-        read_causal_lm(folder_of("mixtral"), None, CPU)
+        read_causal_lm(folder_of("mixtral"), CPU)
 
 
 # --- text of its own -------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class Texts:
 def test_a_draft_model_goes_on_with_what_counts(folder_of):
     """Each row keeps its beginning; what follows is drawn from the model as it is then, and is all that counts."""
     target = LeanTarget.from_folder(folder_of("llama"), prepack=False)
-    net = read_causal_lm(folder_of("llama", 1), None, CPU)
+    net = read_causal_lm(folder_of("llama", 1), CPU)
     batch = collate([(each.ids, each.mask) for each in toy_corpus().examples[2:6]])
     source = OnPolicyFeatures(Texts(batch), target, (), net.as_target(), 0.5, seed=3)
     found = [source.batch(number) for number in range(24)]
@@ -201,7 +201,7 @@ def test_a_draft_model_goes_on_with_what_counts(folder_of):
 def test_what_it_writes_follows_its_own_law(folder_of):
     """The first drawn token of many seeds has the chances that the draft model gives it."""
     target = LeanTarget.from_folder(folder_of("llama"), prepack=False)
-    net = read_causal_lm(folder_of("llama", 1, hidden_size=16), None, CPU)
+    net = read_causal_lm(folder_of("llama", 1, hidden_size=16), CPU)
     writer, count = net.as_target(), 600
     ids, mask = torch.tensor([1, 5, 9, 7]).numpy(), torch.tensor([False, False, False, True]).numpy()
     source = OnPolicyFeatures(Texts(collate([(ids, mask)] * count)), target, (), writer, 1.0, seed=0)
@@ -319,14 +319,14 @@ def test_a_run_goes_on_from_any_dense_family(family, target, tmp_path, data):
     changes = {"tie_word_embeddings": True} if family == "llama" else {}
     build(family, 5, vocab_size=300, **changes).float().save_pretrained(initial)
     add_tokenizer(initial)
-    net = read_causal_lm(initial, None, CPU)
+    net = read_causal_lm(initial, CPU)
     get_method("causal-lm").write(tmp_path / "copy", net)
     one, other = (transformers.AutoModelForCausalLM.from_pretrained(each) for each in (initial, tmp_path / "copy"))
     for (name, wanted), found in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
         assert torch.equal(wanted, found), name
     run = session(target, data, tmp_path / "out", initial, iterations=2)
     run.run()
-    changed = read_causal_lm(tmp_path / "out" / "head", None, CPU).tensors()
+    changed = read_causal_lm(tmp_path / "out" / "head", CPU).tensors()
     assert changed.keys() == net.tensors().keys()
     assert all(not torch.equal(changed[name], tensor) for name, tensor in net.tensors().items())
 

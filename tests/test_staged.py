@@ -68,6 +68,9 @@ class Knows:
     def __init__(self, drafts: dict[tuple[int, ...], list[int]], is_right: bool) -> None:
         self.drafts, self.is_right, self.text = drafts, is_right, []
 
+    def __len__(self) -> int:
+        return len(self.text)
+
     def extend_all(self, tokens) -> None:
         self.text += tokens
 

@@ -57,18 +57,6 @@ def test_every_row_keeps_its_own_entries_in_order(moves, seed, looks):
     check(unread.joined(lengths), rows)  # a draft whose step never ended asks again
 
 
-def test_what_others_wait_with_is_not_copied_when_rows_come_and_go():
-    unread, lengths = PendingFeatures(), [5, 5]
-    for _ in lengths:
-        unread.admit(torch.zeros(1, 1, 3), [5] * len(unread._sorted))
-    unread.add(torch.ones(2, 1, 3), lengths)
-    unread.admit(torch.zeros(1, 1, 3), [6, 6])
-    kept = [each.data_ptr() for each in unread._sorted[0]]
-    unread.add(torch.ones(3, 1, 3), [6, 6, 5])
-    unread.remove(1, [7, 7, 6])
-    assert [each.data_ptr() for each in unread._sorted[0]][: len(kept)] == kept
-
-
 @pytest.mark.parametrize("count", [0, 1])
 def test_a_lone_row(count):
     unread = PendingFeatures()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
+from typing import Any
 
 from torch import Tensor
 
@@ -146,6 +147,12 @@ MEDUSA_TREE: tuple[tuple[int, ...], ...] = (
     *((0, 0, 0, 0), (0, 0, 0, 1)),
 )
 STATIC_TREES = {"static": EAGLE_TREE, "medusa": MEDUSA_TREE}  # by their names on the command line
+
+
+def swap_remove(rows: list[Any], row: int) -> None:
+    """Drop a row of a drafter's state; the last row takes its place (see ``Drafter.remove``)."""
+    rows[row] = rows[-1]
+    rows.pop()
 
 
 @dataclass

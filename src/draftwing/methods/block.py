@@ -85,8 +85,7 @@ class BlockNet(DraftNet):
     @property
     def mask_id(self) -> int:
         """The id that stands for an unknown token."""
-        vocab_size: int = self.config.vocab_size
-        return vocab_size
+        return int(self.config.vocab_size)
 
     @property
     def is_traceable(self) -> bool:
@@ -221,8 +220,8 @@ class BlockLoss(DraftLoss):
             step = step_sums(read, weight, truth, where, self.objective, dtype, agreement=agreement)
             confidence = net.confidence_logits(read.detach())
             if confidence is not None:
-                overlap = _overlap(read.detach().to(dtype), weight.to(dtype), truth.probs, where)
-                miss = F.binary_cross_entropy_with_logits(confidence.float(), overlap.float(), reduction="sum")
+                kept = _keep_rates(read.detach().to(dtype), weight.detach().to(dtype), truth.probs, where)
+                miss = F.binary_cross_entropy_with_logits(confidence.float(), kept.float(), reduction="sum")
                 step = replace(step, loss=step.loss + miss)
             sums.append(step)
         return sums
@@ -254,7 +253,7 @@ class BlockLoss(DraftLoss):
 
 
 @torch.no_grad()
-def _overlap(read: Tensor, weight: Tensor, probs: Tensor, rows: Tensor) -> Tensor:
+def _keep_rates(read: Tensor, weight: Tensor, probs: Tensor, rows: Tensor) -> Tensor:
     """Return 1 - TV (R,) of softmax(read @ weight.T) and ``probs[rows]``: how often sampling keeps a guess."""
     chunk, overlaps = CHUNK.get(read.device.type, GPU_CHUNK), []
     for start in range(0, len(read), chunk):

@@ -20,12 +20,12 @@ Shape suffixes: B rows, T tokens, R rows of entries, W entries read at once, C c
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,24 +36,24 @@ from draftwing.formats.identity import differences, has_tokenizer, made_for, tar
 from draftwing.formats.read import checked_training, is_head
 from draftwing.formats.settings import FORMAT
 from draftwing.formats.write import write_folder
-from draftwing.methods.base import Budget, Drafter, ListTree
+from draftwing.methods.base import Budget, Drafter, ListTree, swap_remove
 from draftwing.methods.calibration import Calibration
 from draftwing.methods.ensemble import together, unite
 from draftwing.methods.lookup import SuffixAutomaton
 from draftwing.methods.method import NetMethod, NewDrafter, NewNet, Source
-from draftwing.methods.net import DraftNet, TargetId
+from draftwing.methods.net import DraftNet, TargetId, layer_names
 from draftwing.methods.net_drafter import NetDrafter
 from draftwing.methods.objectives import AlignedLoss
 from draftwing.models.attention import Attend
 from draftwing.models.config import LEAN_MODEL_TYPES, ModelConfig, RopeConfig, read_config
 from draftwing.models.context import Context, Row, TargetOutput
-from draftwing.models.layers import DecoderLayer, GatedMLP, RMSNorm
+from draftwing.models.layers import DecoderLayer, RMSNorm
 from draftwing.models.lean import LeanTarget, Reader, TappedNet, read_layer
 from draftwing.models.linear import Embedding, Layout, Linear
 from draftwing.models.rope import Rotary
 from draftwing.models.target import Target
 from draftwing.models.weights import WeightFiles, Weights
-from draftwing.runtime.forward import Entries, Net, NetShape, Runtime, TorchRuntime
+from draftwing.runtime.forward import Entries, NetShape, TorchRuntime
 from draftwing.runtime.tree_builder import AcceptRates, Children, Drafted, DraftRequest, prune_by_rule
 from draftwing.sampling import SamplingBatch
 from draftwing.text.tokenizer import Tokenizer
@@ -63,35 +63,11 @@ from draftwing.tree import PAD, Accepted, DraftTree
 # --- drafting --------------------------------------------------------------------------------------------------------
 
 
-class DraftModel(Protocol):
-    """A model that reads tokens alone, such as a ``LeanTarget``.
-
-    Attributes:
-        vocab_size: of its logits.
-        max_length: the most tokens of a row.
-        runs: makes the runners of its ``net``.
-        num_weight_bytes: read by a pass over one token.
-        runs_as: what computes its matrices.
-    """
-
-    name: str
-    vocab_size: int
-    max_length: int
-
-    @property
-    def net(self) -> Net: ...
-    @property
-    def runs(self) -> Runtime: ...
-    @property
-    def num_weight_bytes(self) -> int: ...
-    @property
-    def runs_as(self) -> str: ...
-
-
 class CausalLMDrafter(NetDrafter):
     """Drafts with ``model``, which must share the target's tokenizer.
 
     Args:
+        model: a ``LeanTarget``, or another object with the attributes of it that are read here.
         calibration: how its scores become probabilities at T > 0.
 
     Raises:
@@ -100,7 +76,7 @@ class CausalLMDrafter(NetDrafter):
 
     grows_by_rule = resumes = True
 
-    def __init__(self, model: DraftModel, target_vocab_size: int, calibration: Calibration | None = None) -> None:
+    def __init__(self, model: Any, target_vocab_size: int, calibration: Calibration | None = None) -> None:
         if model.vocab_size != target_vocab_size:
             raise TokenizerError(
                 f"draft model {model.name} has a vocabulary of {model.vocab_size}, the target {target_vocab_size}: "
@@ -133,19 +109,19 @@ class CausalLMDrafter(NetDrafter):
             self._prefill(row, stop)
 
     def _prefill(self, row: Row, stop: int) -> None:
-        tokens, start = row.tokens[row.resumed : stop], row.resumed
-        self.runner.prefill(len(self._read), tokens, prompt_length=row.prompt_length, start=start)
+        tokens = row.tokens[row.resumed : stop]
+        self.runner.prefill(len(self._read), tokens, prompt_length=row.prompt_length, start=row.resumed)
 
     @inference
     def remove(self, ctx: Context, row: int) -> None:
         """Drop the row's slots; the last row takes its place."""
         self.runner.cache.move_row(len(self._read) - 1, row)
-        self._read[row] = self._read[-1]
-        self._read.pop()
+        swap_remove(self._read, row)
 
     def _room(self, row: Row) -> int:
         """Return how deep a tree this model's context allows for a row; once below 1 it stays there."""
-        return self.model.max_length - row.length - 2
+        room: int = self.model.max_length - row.length - 2
+        return room
 
     @inference
     def request(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftRequest | None:
@@ -156,8 +132,7 @@ class CausalLMDrafter(NetDrafter):
         if min(room, budget.depth) <= 0:
             return None
         fits = [room > 0 for room in rooms]
-        # Read the accepted tokens that are missing here, including the pending one. A row without room reads its
-        # pending token alone, and gets no tree.
+        # A row without room reads its pending token alone, and gets no tree.
         starts = [read if fit else row.length for row, read, fit in zip(ctx.rows, self._read, fits, strict=True)]
         missing = [row.tokens[start : row.length + 1] for row, start in zip(ctx.rows, starts, strict=True)]
         return DraftRequest(
@@ -166,9 +141,9 @@ class CausalLMDrafter(NetDrafter):
 
     def receive(self, ctx: Context, drafted: Drafted) -> DraftTree:
         self._drafted = drafted
-        self._read = [
-            row.length if self._room(row) > 0 else read for row, read in zip(ctx.rows, self._read, strict=True)
-        ]
+        for place, row in enumerate(ctx.rows):
+            if self._room(row) > 0:
+                self._read[place] = row.length
         return drafted.tree
 
     @inference
@@ -195,23 +170,16 @@ MAX_GUESSES = 8  # tokens guessed in one pass: at most one per matched token
 
 @dataclass
 class StagedRow:
-    """A row as far as the ``StagedDrafter`` has read it.
+    """The last draft of a row, and an index of its tokens.
 
     Attributes:
-        guesses: indexes the first ``num_indexed`` tokens of the row.
         start: the row's length at the last draft.
         run: the tokens whose slots lie from ``start`` on.
     """
 
     guesses: SuffixAutomaton
-    num_indexed: int = 0
     start: int = 0
     run: list[int] = field(default_factory=list)
-
-    def read(self, row: Row) -> None:
-        """Index the new tokens."""
-        self.guesses.extend_all(row.tokens[self.num_indexed :])
-        self.num_indexed = len(row.tokens)
 
     def num_kept(self, row: Row) -> int:
         """Return the number of slots that still hold the row's tokens."""
@@ -272,7 +240,7 @@ class StagedDrafter(CausalLMDrafter):
     trees, children drawn from q, and penalties are drafted as by ``CausalLMDrafter``.
     """
 
-    def __init__(self, model: DraftModel, target_vocab_size: int) -> None:
+    def __init__(self, model: Any, target_vocab_size: int) -> None:
         super().__init__(model, target_vocab_size)
         self.name = f"causal-lm ({model.name}, drafted for by lookup)"
         self._rows: list[StagedRow] = []
@@ -283,14 +251,13 @@ class StagedDrafter(CausalLMDrafter):
 
     def remove(self, ctx: Context, row: int) -> None:
         super().remove(ctx, row)
-        self._rows[row] = self._rows[-1]
-        self._rows.pop()
+        swap_remove(self._rows, row)
 
     @inference
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         """Draft like the model alone, in as few passes as the guesses allow."""
         for place, (row, staged) in enumerate(zip(ctx.rows, self._rows, strict=True)):
-            staged.read(row)
+            staged.guesses.extend_all(row.tokens[len(staged.guesses) :])
             if staged.run:
                 self._read[place], staged.run = min(staged.num_kept(row), row.length), []
         rooms = [self._room(row) for row in ctx.rows]
@@ -316,9 +283,7 @@ class StagedDrafter(CausalLMDrafter):
         unions = [unite([draft.proposal(row.tokens[-1])]) for row, draft in zip(ctx.rows, drafts, strict=True)]
         for union in unions:
             union.weigh(lambda union, node: union.claims[node][0])
-        is_free = budget.rule is not None and budget.width > 1
-        kept = [union.ordered() if is_free else union.within(budget) for union in unions]
-        tree = together(unions, kept, ctx.device, float(num_passes))
+        tree = together(unions, [union.within(budget) for union in unions], ctx.device, float(num_passes))
         return prune_by_rule(tree, budget.rule) if budget.rule else tree
 
     def _pass(
@@ -328,8 +293,8 @@ class StagedDrafter(CausalLMDrafter):
         for staged, draft in zip(self._rows, drafts, strict=True):
             draft.guess = []
             if draft.is_open:
-                most = min(MAX_GUESSES, depth - len(draft.tokens) - 1)
-                length, guess = staged.guesses.after(draft.tokens, most, MIN_MATCH)
+                max_guesses = min(MAX_GUESSES, depth - len(draft.tokens) - 1)
+                length, guess = staged.guesses.after(draft.tokens, max_guesses, MIN_MATCH)
                 draft.guess = guess[:length]
         runs = [[*draft.fresh, *draft.guess] for draft in drafts]
         width = max(map(len, runs))
@@ -387,11 +352,7 @@ class CausalLMConfig:
     source: Mapping[str, Any]
     calibration: Calibration = field(default_factory=Calibration)
     target: TargetId | None = None
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """Empty: it reads none of the target's hidden states."""
-        return ()
+    taps: ClassVar[tuple[int, ...]] = ()
 
     @property
     def vocab_size(self) -> int:
@@ -514,32 +475,15 @@ class CausalLMNet(DraftNet):
         tensors = {"model.embed_tokens.weight": self.embedding.plain(), "model.norm.weight": self.norm.weight}
         if not shape.tie_word_embeddings:
             tensors["lm_head.weight"] = self.head_weight
+        query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         for index, layer in enumerate(self.layers):
-            tensors.update(_layer_tensors(shape, cast(DecoderLayer, layer), f"model.layers.{index}."))
+            for path, parameter in layer.named_parameters():
+                place, kind = path.rsplit(".", 1)
+                names = layer_names(shape.model_type)[place]
+                sizes = [query, key, key] if len(names) == 3 else [len(parameter) // len(names)] * len(names)
+                for name, part in zip(names, torch.split(parameter, sizes), strict=True):
+                    tensors[f"model.layers.{index}.{name}.{kind}"] = part
         return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-
-def _layer_tensors(shape: ModelConfig, layer: DecoderLayer, base: str) -> Iterator[tuple[str, Tensor]]:
-    mlp, inner = cast(GatedMLP, layer.mlp), shape.intermediate_size
-    norms = {
-        "input_layernorm": layer.input_norm,
-        "post_attention_layernorm": layer.post_norm,
-        "self_attn.q_norm": layer.q_norm,
-        "self_attn.k_norm": layer.k_norm,
-    }
-    yield from ((f"{base}{name}.weight", norm.weight) for name, norm in norms.items() if norm is not None)
-    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    qkv = {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": key}
-    gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
-    if shape.model_type == "phi3":
-        qkv, gate_up = {"self_attn.qkv_proj": query + 2 * key}, {"mlp.gate_up_proj": 2 * inner}
-    out, down = {"self_attn.o_proj": shape.hidden_size}, {"mlp.down_proj": shape.hidden_size}
-    matrices = ((layer.out, out), (mlp.down, down), (layer.qkv, qkv), (mlp.gate_up, gate_up))
-    for matrix, sizes in matrices:
-        for kind, whole in (("weight", matrix.weight), ("bias", matrix.bias)):
-            if whole is not None:
-                parts = torch.split(whole, list(sizes.values()))
-                yield from ((f"{base}{name}.{kind}", part) for name, part in zip(sizes, parts, strict=True))
 
 
 class _RandomWeights:
@@ -563,12 +507,11 @@ _TOKENIZER_FILES = (
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """Return the files of a model folder that belong to its tokenizer."""
     return [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
 
 
 def read_causal_lm(
-    folder: Path, target: TargetId | None, device: torch.device, dtype: torch.dtype = torch.float32
+    folder: Path, device: torch.device, target: TargetId | None = None, dtype: torch.dtype = torch.float32
 ) -> CausalLMNet:
     """Read the model in a folder, to train it.
 
@@ -646,14 +589,9 @@ class CausalLM(NetMethod):
         return CausalLMDrafter(net.as_target(), target.vocab_size)
 
     def read(
-        self,
-        folder: Path,
-        embedding: Embedding | Tensor,
-        target_head: Linear | None = None,
-        target: TargetId | None = None,
-        dtype: torch.dtype = torch.float32,
+        self, folder: Path, embedding: Embedding | Tensor, target_head: Any = None, *rest: Any, **options: Any
     ) -> DraftNet:
-        return read_causal_lm(folder, target, embedding.device, dtype)
+        return read_causal_lm(folder, embedding.device, *rest, **options)
 
     def write(self, folder: Path, net: CausalLMNet, *, training: Mapping[str, Any] | None = None) -> None:
         target = net.config.target
@@ -674,10 +612,9 @@ class CausalLM(NetMethod):
         )
 
     def diagnose(self, folder: Path, target: Path | None) -> list[Finding]:
-        """Check that a draft model can be read and shares the target's tokenizer."""
         identity = None if target is None else target_id_of_folder(target)
         try:
-            net = read_causal_lm(folder, None, torch.device("cpu"))
+            net = read_causal_lm(folder, torch.device("cpu"))
         except DraftwingError as error:
             fix = "give a folder of a causal LM or of a head, or download it again"
             return [Finding("head", "fail", str(error), fix)]

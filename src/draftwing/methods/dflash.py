@@ -40,11 +40,7 @@ def dflash_taps(num_layers: int, num_taps: int = 5) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashConfig(PlainConfig):
-    """The shape of a DFlash net.
-
-    Attributes:
-        block_size: tokens of a block, including the pending one, so that block_size - 1 are guessed.
-        num_layers, intermediate_size, num_heads, num_kv_heads, head_dim, rms_norm_eps, activation: of its layers.
+    """The shape of a DFlash net: ``block_size`` tokens with the pending one, and sizes of its decoder layers.
 
     Raises:
         ConfigError: sizes that do not go together.
@@ -70,7 +66,6 @@ class DFlashConfig(PlainConfig):
 
     @staticmethod
     def for_levels(num_levels: int) -> dict[str, int]:
-        """Return the fields of a net that guesses ``num_levels`` tokens."""
         return {"block_size": 1 + num_levels}
 
     @classmethod
@@ -99,9 +94,7 @@ class DFlashNet(BlockNet):
     def num_levels(self) -> int:
         return self.config.block_size - 1
 
-    @property
-    def num_masks(self) -> int:  # type: ignore[override]  # follows from the block
-        return self.config.block_size - 1
+    num_masks = num_levels
 
     @property
     def share(self) -> float:  # type: ignore[override]
@@ -207,8 +200,8 @@ class BlockAttention(Attention):
 class DFlash(BlockMethod):
     """A block of masks over the target's features: see ``DFlashNet``."""
 
-    net = DFlashNet
-    config = DFlashConfig
+    net: type[DFlashNet] = DFlashNet
+    config: type[DFlashConfig] = DFlashConfig
 
     def taps(self, num_layers: int) -> tuple[int, ...]:
         return dflash_taps(num_layers)

@@ -19,17 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from draftwing.errors import ConfigError
-from draftwing.methods.block import BlockMethod, Guess
-from draftwing.methods.dflash import DFlashConfig, DFlashNet, dflash_taps
+from draftwing.methods.block import Guess
+from draftwing.methods.dflash import DFlash, DFlashConfig, DFlashNet
 from draftwing.models.linear import Linear
 
 
 @dataclass(frozen=True, kw_only=True)
 class DSparkConfig(DFlashConfig):
-    """The shape of a DSpark net.
-
-    Attributes:
-        rank: S, of the bias by the token before.
+    """The shape of a DSpark net, whose bias by the token before has the rank S.
 
     Raises:
         ConfigError: see ``DFlashConfig``; or a rank below 1.
@@ -98,11 +95,8 @@ class DSparkNet(DFlashNet):
         return logits
 
 
-class DSpark(BlockMethod):
+class DSpark(DFlash):
     """A block of masks over the target's features: see ``DSparkNet``."""
 
     net = DSparkNet
     config = DSparkConfig
-
-    def taps(self, num_layers: int) -> tuple[int, ...]:
-        return dflash_taps(num_layers)

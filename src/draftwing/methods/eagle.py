@@ -105,14 +105,10 @@ def initialise(net: EagleNet, target_head: Linear, batches: Sequence[Scored]) ->
 
 def _solve_eagle1(net: EagleNet, entries: _Entries) -> None:
     """Make EAGLE-1's fc(embedding, feature) predict the next feature."""
-    tokens = net.embedding(entries.following).to(entries.goal.dtype)
-    features = entries.features
-    if net.config.inputs == "feature":
-        tokens = torch.zeros_like(tokens)
-    elif net.config.inputs == "token":
-        features = torch.zeros_like(features)
-    elif net.config.inputs == "feature-unshifted":
-        tokens = net.embedding(entries.present).to(entries.goal.dtype)
+    inputs, features = net.config.inputs, entries.features
+    ids = entries.present if inputs == "feature-unshifted" else entries.following
+    tokens = net.embedding(ids).to(entries.goal.dtype) * (inputs != "feature")
+    features = features * (inputs != "token")
     read, size = _normalise(torch.cat([tokens, features], -1))
     solved = _regress(read, entries.goal).T
     net.fc.weight.copy_((solved + NOISE * _rms(entries.goal) * net.fc.weight) / size)

@@ -28,7 +28,6 @@ from torch import Tensor
 from draftwing.budget.acceptance import Acceptance
 from draftwing.errors import DraftwingError
 from draftwing.methods.base import Budget, Drafter, ListTree
-from draftwing.methods.lookup import node_depths
 from draftwing.models.context import Context, FeatureSpec, Row, TargetOutput
 from draftwing.runtime.tree_builder import UNKNOWN_PROB, AcceptRates, num_worthwhile, prune_by_rule
 from draftwing.sampling import SamplingBatch
@@ -53,9 +52,6 @@ def proposals(tree: DraftTree) -> list[ListTree]:
         else:
             node_probs = [UNKNOWN_PROB] * len(tokens)
         used = [node for node, token in enumerate(tokens) if token != PAD]
-        if (count := len(used)) == used[-1] + 1:
-            rows.append(ListTree(tokens[:count], parents[:count], node_probs[:count]))
-            continue
         place = {node: i for i, node in enumerate(used)}
         parents = [-1, *[place[parents[node]] for node in used[1:]]]
         rows.append(ListTree([tokens[node] for node in used], parents, [node_probs[node] for node in used]))
@@ -67,21 +63,15 @@ class Offer:
 
     Attributes:
         tree: None if the drafter listed its proposals.
-        num_nodes: size of the largest row, including its root.
-        path_probs: for each row the probability of each node's path, once computed.
-        num_worthy: nodes of each row that are worth their verification if no other drafter proposes any.
         is_used: some of it may be verified.
     """
 
     def __init__(self, proposed: DraftTree | list[ListTree]) -> None:
         self.tree: DraftTree | None = None
         if isinstance(proposed, DraftTree):
-            self.tree, self.num_nodes = proposed, proposed.num_nodes
+            self.tree, self.is_used = proposed, proposed.num_nodes > 1
         else:
-            self.rows, self.num_nodes = proposed, max([len(row.tokens) for row in proposed])
-        self.is_used = self.num_nodes > 1
-        self.path_probs: list[list[float]] = []
-        self.num_worthy = 0
+            self.rows, self.is_used = proposed, any(len(row.tokens) > 1 for row in proposed)
 
     @cached_property
     def rows(self) -> list[ListTree]:
@@ -100,15 +90,14 @@ class Offer:
 
 def follow(proposal: ListTree | Union, tokens: Sequence[int]) -> list[int]:
     """Return the nodes along ``tokens``, the root first, as far as they were proposed."""
-    path, parents = [0], proposal.parents
+    children: dict[tuple[int, int], int] = {}
+    for node in range(len(proposal.tokens) - 1, 0, -1):  # the first of equal siblings counts
+        children[proposal.parents[node], proposal.tokens[node]] = node
+    path = [0]
     for token in tokens:
-        above = path[-1]
-        for node in range(above + 1, len(parents)):
-            if parents[node] == above and proposal.tokens[node] == token:
-                path.append(node)
-                break
-        else:
+        if (path[-1], token) not in children:
             break
+        path.append(children[path[-1], token])
     return path
 
 
@@ -123,13 +112,13 @@ class Union:
         reached: probability of each node's path.
     """
 
-    tokens: Sequence[int]
-    parents: Sequence[int] = field(default_factory=lambda: [-1])
+    tokens: list[int]
+    parents: list[int] = field(default_factory=lambda: [-1])
     depths: list[int] = field(default_factory=lambda: [0])
     claims: list[dict[int, float]] = field(default_factory=lambda: [{}])
     child_proposers: list[int] = field(default_factory=lambda: [0])
-    chances: Sequence[float] = field(default_factory=lambda: [1.0])
-    reached: Sequence[float] = field(default_factory=lambda: [1.0])
+    chances: list[float] = field(default_factory=lambda: [1.0])
+    reached: list[float] = field(default_factory=lambda: [1.0])
 
     def proposers(self, node: int) -> int:
         """Return a bit mask of the drafters that proposed a node."""
@@ -153,11 +142,12 @@ class Union:
         return sorted(range(len(self.tokens)), key=lambda node: (-self.reached[node], self.depths[node], node))
 
     def within(self, budget: Budget) -> list[int]:
-        """Return the nodes that a fixed budget has room for, in the order of ``ordered``."""
-        if budget.paths is not None or (budget.nodes is not None and budget.width > 1):
-            return self.ordered()[: 1 + (len(budget.paths) if budget.paths is not None else budget.nodes or 0)]
-        if budget.width == 1:
+        """Return the nodes that a budget has room for, in the order of ``ordered``; all if a rule chooses a tree."""
+        if budget.width == 1 and budget.paths is None:
             return self._best_chain()
+        count = budget.nodes if budget.paths is None else len(budget.paths)
+        if budget.rule is not None or count is not None:
+            return self.ordered()[: None if budget.rule is not None or count is None else 1 + count]
         room, kept = [budget.width] * (budget.depth + 1), {0: None}
         for node in self.ordered()[1:]:
             if self.parents[node] in kept and self.depths[node] <= budget.depth and room[self.depths[node]]:
@@ -166,34 +156,29 @@ class Union:
         return list(kept)
 
     def _best_chain(self) -> list[int]:
-        count = len(self.tokens)
-        value, best_child = list(self.reached), [PAD] * count
-        for node in range(count - 1, 0, -1):  # children come later, so their values are final
-            above = self.parents[node]
-            if best_child[node] != PAD:
-                value[node] += value[best_child[node]]
-            if best_child[above] == PAD or value[node] >= value[best_child[above]]:
-                best_child[above] = node
-        path = [0]
-        while best_child[path[-1]] != PAD:
-            path.append(best_child[path[-1]])
+        """Return the path with the most nodes expected to be accepted."""
+        value = list(self.reached)
+        for node in range(1, len(value)):
+            value[node] += value[self.parents[node]]
+        node = max(range(len(value)), key=value.__getitem__)
+        path = [node]
+        while path[0]:
+            path.insert(0, self.parents[path[0]])
         return path
 
 
 def unite(proposed: Sequence[ListTree]) -> Union:
     """Merge one proposal per drafter (a lone root if it has none). Equal siblings become one node."""
-    tokens, parents = [proposed[0].tokens[0]], [-1]
-    union, children = Union(tokens, parents), dict[tuple[int, int], int]()
+    union, children = Union([proposed[0].tokens[0]]), dict[tuple[int, int], int]()
     for drafter, proposal in enumerate(proposed):
         places = [0] * len(proposal.tokens)
         for node in range(1, len(proposal.tokens)):
             above, token = places[proposal.parents[node]], proposal.tokens[node]
             union.child_proposers[above] |= 1 << drafter
-            child = children.get((above, token))
-            if child is None:
-                child = children[above, token] = len(tokens)
-                tokens.append(token)
-                parents.append(above)
+            child = children.setdefault((above, token), len(union.tokens))
+            if child == len(union.tokens):
+                union.tokens.append(token)
+                union.parents.append(above)
                 union.depths.append(union.depths[above] + 1)
                 union.claims.append({})
                 union.child_proposers.append(0)
@@ -231,17 +216,16 @@ def by_row(trees: Sequence[DraftTree], chosen: Sequence[int]) -> DraftTree:
     width = max(tree.num_nodes for tree in used)
 
     def stack(columns: Sequence[Tensor], padding: int) -> Tensor:
-        rows = [column[row] for row, column in enumerate(columns)]
-        dtype = max((row.dtype for row in rows), key=lambda dtype: dtype.itemsize)
-        sides = [(0, 0) * (row.ndim - 1) + (0, width - len(row)) for row in rows]
-        return torch.stack([F.pad(row, side, value=padding).to(dtype) for row, side in zip(rows, sides, strict=True)])
+        sides = [(0, 0) * (column.ndim - 2) + (0, width - column.shape[1]) for column in columns]
+        pairs = enumerate(zip(columns, sides, strict=True))
+        return torch.stack([F.pad(column[row], side, value=padding) for row, (column, side) in pairs])
 
     tokens, parents = stack([tree.tokens for tree in used], PAD), stack([tree.parents for tree in used], -1)
     is_line, depth = all(tree.is_line for tree in used), max(tree.max_depth for tree in used)
-    laws = [tree.draft_probs for tree in used if tree.draft_probs is not None]
-    if not laws or any(tree.draft_probs is None and tree.num_nodes > 1 for tree in used):
+    known_probs = [tree.draft_probs for tree in used if tree.draft_probs is not None]
+    if not known_probs or any(tree.draft_probs is None and tree.num_nodes > 1 for tree in used):
         return DraftTree(tokens, parents, is_line=is_line, depth=depth)  # a rule that needs q raises an error
-    zeros = laws[0].new_zeros(len(chosen), 1, laws[0].shape[2])
+    zeros = known_probs[0].new_zeros(len(chosen), 1, known_probs[0].shape[2])
     draft_probs = stack([zeros if tree.draft_probs is None else tree.draft_probs for tree in used], 0)
     return DraftTree(tokens, parents, None, draft_probs, is_line=is_line, depth=depth)
 
@@ -288,21 +272,16 @@ class ClaimTable:
     def __init__(self) -> None:
         self._acceptance, self._num_seen = Acceptance(), 0
         self.pending: list[tuple[float, int, bool]] = []
-        self._update()
-
-    def _update(self) -> None:
         self.lines = self._acceptance.tables()
         self.rates = AcceptRates(*self.lines)
 
-    def settle(self) -> bool:
-        """Learn from the pending outcomes if they are enough; return True if anything changed."""
-        if len(self.pending) < min(FIRST_CLAIMS + self._num_seen // 4, MAX_CLAIMS):
-            return False
-        self._num_seen += len(self.pending)
-        self._acceptance.observe(*zip(*self.pending, strict=True))
-        self.pending = []
-        self._update()
-        return True
+    def settle(self) -> None:
+        """Learn from the pending outcomes if they are enough."""
+        if len(self.pending) >= min(FIRST_CLAIMS + self._num_seen // 4, MAX_CLAIMS):
+            self._num_seen += len(self.pending)
+            self._acceptance.observe(*zip(*self.pending, strict=True))
+            self.pending, self.lines = [], self._acceptance.tables()
+            self.rates = AcceptRates(*self.lines)
 
 
 def outcomes(proposal: ListTree | Union, emitted: Sequence[int]) -> Iterator[tuple[int, int, bool]]:
@@ -324,7 +303,6 @@ class Claims:
     Attributes:
         tables, shared: calibration by drafter, and by (proposers of a node, proposers of its parent's children).
         asking: for each drafter, when to ask it.
-        version: increases whenever something was learned.
     """
 
     def __init__(self, num_drafters: int) -> None:
@@ -332,7 +310,7 @@ class Claims:
         self.shared: dict[tuple[int, int], ClaimTable] = {}
         self.asking = [Asking() for _ in range(num_drafters)]
         self._lock = threading.Lock()
-        self.version = self._steps = 0
+        self._num_steps = 0
 
     @cached_property
     def sampled(self) -> Claims:
@@ -344,8 +322,8 @@ class Claims:
 
     def is_due(self) -> bool:
         """Return True if this step should be learned from: all at first, later some."""
-        self._steps += 1
-        return self._steps <= LEARN_ALL_STEPS or self._steps % LEARN_EVERY == 0
+        self._num_steps += 1
+        return self._num_steps <= LEARN_ALL_STEPS or self._num_steps % LEARN_EVERY == 0
 
     def calibrated(self, drafter: int, rule: GrowthRule) -> GrowthRule:
         """Return ``rule`` with the calibration of one drafter's own claims."""
@@ -389,7 +367,7 @@ class Claims:
             if union is not None:
                 self.learn_shared(union, emitted)
             for table in (*self.tables, *self.shared.values()):
-                self.version += table.settle()
+                table.settle()
 
     def learn_shared(self, union: Union, emitted: Sequence[int]) -> None:
         """Add the outcomes of nodes with several proposers, of the nodes themselves or of siblings."""
@@ -427,25 +405,18 @@ class Proposed:
             emitted = row.tokens[start + 1 :]
             if not emitted:  # the step was undone
                 continue
+            proposed = [offer.rows[number] for offer in self.offers]
             if whole:
-                claims.learn([offer.rows[number] for offer in self.offers], self.unions[number], emitted)
+                claims.learn(proposed, self.unions[number], emitted)
             for place, expected in self.expected.items():
                 if row.drafts is None or row.takes(self.names[place]):
-                    tokens, nodes = self._added(place, number, emitted, row.length - start - 1)
-                    claims.asking[place].add_gain(expected[number], tokens, nodes)
-
-    def _added(self, place: int, number: int, emitted: Sequence[int], num_accepted: int) -> tuple[int, int]:
-        """Return how many tokens a drafter added to those of the drafters before it in a row, and its nodes there."""
-        offer = self.offers[place]
-        if not offer.is_used:
-            return 0, 0
-        if sum(other.is_used for other in self.offers) == 1 and len(self.rows) == 1:
-            return num_accepted, offer.num_nodes - 1
-        depths = [
-            min(len(follow(other.rows[number], emitted)) - 1, num_accepted) if other.is_used else 0
-            for other in self.offers[: place + 1]
-        ]
-        return max(depths[place] - max(depths[:place], default=0), 0), len(offer.rows[number].tokens) - 1
+                    depths = [
+                        min(len(follow(tree, emitted)) - 1, row.length - start - 1) if offer.is_used else 0
+                        for tree, offer in zip(proposed[: place + 1], self.offers, strict=False)
+                    ]
+                    num_added = max(depths[-1] - max(depths[:-1], default=0), 0)
+                    num_nodes = len(proposed[place].tokens) - 1 if self.offers[place].is_used else 0
+                    claims.asking[place].add_gain(expected[number], num_added, num_nodes)
 
 
 class Asking:
@@ -459,9 +430,14 @@ class Asking:
         num_bins = len(EXPECTED_TOKENS) + 1
         self.mean_added, self._mean_squares = [0.0] * num_bins, [0.0] * num_bins
         self.num_answers = [0] * num_bins
-        self._refused, self._patience = [0] * num_bins, [MIN_PATIENCE] * num_bins
         self.forwards_by_rows: dict[int, tuple[int, float]] = {}  # number of rows: times, average forwards
-        self._nodes = 0.0
+        self._num_nodes = 0.0
+        self.begin_request()
+
+    def begin_request(self) -> None:
+        """Weigh the answers of a new request more than earlier ones, and ask again soon."""
+        self.num_answers = [min(seen, CARRIED_ANSWERS) for seen in self.num_answers]
+        self._refused, self._patience = [0] * len(self.num_answers), [MIN_PATIENCE] * len(self.num_answers)
 
     def is_worth_it(self, expected: Sequence[float], nodes: int, rule: GrowthRule) -> bool:
         """Return True if the drafter should be asked in the next step.
@@ -476,7 +452,7 @@ class Asking:
         if not times or any(self.num_answers[place] < MIN_ANSWERS for place in bins):
             return True
         last = len(rule.verify) - 1
-        here, there = min(nodes + 1, last), min(nodes + 1 + round(self._nodes), last)
+        here, there = min(nodes + 1, last), min(nodes + 1 + round(self._num_nodes), last)
         takes = forwards * float(rule.verify[1]) + float(rule.verify[there] - rule.verify[here])
         # An upper confidence bound: a few steps in which it added little prove little.
         added = sum([self.mean_added[place] + self._doubt(place) for place in bins])
@@ -497,11 +473,6 @@ class Asking:
         scatter = max(self._mean_squares[place] - self.mean_added[place] ** 2, 0.0)
         return math.sqrt(scatter / self.num_answers[place]) + DOUBT_TOKENS / self.num_answers[place]
 
-    def begin_request(self) -> None:
-        """Weigh the answers of a new request more than earlier ones, and ask again soon."""
-        self.num_answers = [min(seen, CARRIED_ANSWERS) for seen in self.num_answers]
-        self._refused, self._patience = [0] * len(self.num_answers), [MIN_PATIENCE] * len(self.num_answers)
-
     def add_time(self, rows: int, seconds: float, rule: GrowthRule) -> None:
         """Record the time of a draft."""
         forwards = seconds / float(rule.verify[1])
@@ -519,7 +490,7 @@ class Asking:
         weight = max(EMA_WEIGHT, 1 / self.num_answers[place])
         self.mean_added[place] += weight * (tokens - self.mean_added[place])
         self._mean_squares[place] += weight * (tokens * tokens - self._mean_squares[place])
-        self._nodes += EMA_WEIGHT * (nodes - self._nodes)
+        self._num_nodes += EMA_WEIGHT * (nodes - self._num_nodes)
 
 
 def _bin(expected: float) -> int:
@@ -565,7 +536,6 @@ class CombinedDrafter(Drafter):
         self.claims = self._claims = claims  # for greedy requests; for the rows of this step
         self._step: Proposed | None = None
         self._row: Row | None = None  # the last one that ran alone
-        self._budgets: dict[int, tuple[Budget, Claims, int, Budget]] = {}
 
     def learn(self) -> None:
         for part in self.parts:
@@ -618,10 +588,8 @@ class CombinedDrafter(Drafter):
             return features
         if not taps:
             return None
-        rows, count, width = features.shape
-        num_taps = len(self.features.taps)
-        by_tap = features.reshape(rows, count, num_taps, width // num_taps)  # count may be 0
-        return by_tap[..., [self.features.taps.index(tap) for tap in taps], :].flatten(-2)
+        by_tap = features.chunk(len(self.features.taps), 2)
+        return torch.cat([by_tap[self.features.taps.index(tap)] for tap in taps], 2)
 
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         """Return the best nodes of all proposals within the budget."""
@@ -650,56 +618,53 @@ class CombinedDrafter(Drafter):
         if not used:
             return replace(ctx.roots(), num_draft_forwards=num_forwards)
         self._offers = [None if part.lists else offer for part, offer in zip(self.parts, offers, strict=True)]
-        first = offers[used[0]]
-        if len(used) == 1 and first.tree is not None:
-            tree = first.tree
+        if len(used) == 1 and (tree := offers[used[0]].tree) is not None:
             if rule is not None and not self.parts[used[0]].grows_by_rule:
                 tree = prune_by_rule(tree, self._claims.calibrated(used[0], rule))
             else:
-                self._offers[used[0]] = None  # its tree is taken unchanged
-            return tree if tree.num_draft_forwards == num_forwards else replace(tree, num_draft_forwards=num_forwards)
-        if len(used) == 1:
-            unions, kept = [], []
-            for row, probs in zip(first.rows, first.path_probs, strict=True):
-                depths = node_depths(row.parents)
-                unions.append(Union(row.tokens, row.parents, depths, chances=row.node_probs, reached=probs))
-                best = sorted(range(1, len(probs)), key=probs.__getitem__, reverse=True)[: first.num_worthy]
-                kept.append([0, *sorted([node for node in best if probs[node] > 0])])
-            return together(unions, kept, ctx.device, num_forwards)
+                self._offers[used[0]] = None
+            return replace(tree, num_draft_forwards=num_forwards)
         unions = [unite(row) for row in zip(*[offer.rows for offer in offers], strict=True)]
         for union in unions:
             union.weigh(self._claims.chance)
-        self._step.unions = unions
-        return together(unions, _kept(unions, budget), ctx.device, num_forwards)
+        if len(used) > 1:
+            self._step.unions = unions
+        kept = [union.within(budget) for union in unions]
+        if rule is not None:
+            ranked = [[union.reached[node] for node in nodes[1:]] for union, nodes in zip(unions, kept, strict=True)]
+            count = 1 + num_worthwhile(ranked, rule, rule.max_nodes)
+            pairs = zip(unions, kept, strict=True)
+            kept = [[node for node in nodes[:count] if union.reached[node] > 0] for union, nodes in pairs]
+        return together(unions, kept, ctx.device, num_forwards)
 
     def _ask(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> tuple[Proposed, float]:
         """Return every drafter's offer, and the draft forwards it took."""
-        rule, rows, num_forwards, num_worthy = budget.rule, ctx.num_rows, 0.0, 0
-        offers, expected, expected_before = list[Offer](), [0.0] * rows, dict[int, list[float]]()
+        rule, num_rows, num_forwards, num_worthy = budget.rule, ctx.num_rows, 0.0, 0
+        offers, expected, expected_before = list[Offer](), [0.0] * num_rows, dict[int, list[float]]()
         for place, part in enumerate(self.parts):
-            costs, lists = part.costs_forwards, part.lists and rule is not None
-            if lists:
-                offer = self._offer(place, ctx, sampling, self._part_budget(place, budget), lists=True)
-            else:
-                asking, start = self._claims.asking[place], time.perf_counter()
-                is_asked = not costs or rule is None or asking.is_worth_it(expected, num_worthy, rule)
-                is_asked = is_asked and any(row.takes(self.part_names[place]) for row in ctx.rows)
-                part_budget = self._part_budget(place, budget) if is_asked else _no_depth(budget)
-                offer = self._offer(place, ctx, sampling, part_budget)
-                if costs and is_asked:
-                    if rule is not None:
-                        asking.add_time(rows, time.perf_counter() - start, rule)
-                    expected_before[place], num_forwards = expected, num_forwards + offer.num_forwards
-            if rule is not None and offer.is_used and (lists or place + 1 < len(self.parts)):
-                offer.path_probs = [self._claims.path_probs(place, row) for row in offer.rows]
-                ranked = [sorted(row[1:], reverse=True) for row in offer.path_probs]
-                offer.num_worthy = num_worthwhile(ranked, rule, rule.max_nodes)
-                offer.is_used = costs or offer.num_worthy > 0
+            costs, asking, part_budget = part.costs_forwards, self._claims.asking[place], budget
+            is_asked = any(row.takes(self.part_names[place]) for row in ctx.rows)
+            if costs and rule is not None:
+                is_asked = is_asked and asking.is_worth_it(expected, num_worthy, rule)
+            if rule is not None:  # by its own calibration, and deep if drafting takes no forwards
+                depth = budget.depth if costs else max(budget.depth, MIN_COPY_DEPTH)
+                part_budget = replace(budget, depth=depth, rule=self._claims.calibrated(place, rule))
+            start = time.perf_counter()
+            offer = self._offer(place, ctx, sampling, part_budget if is_asked else _no_depth(budget))
+            if costs and is_asked:
+                if rule is not None:
+                    asking.add_time(num_rows, time.perf_counter() - start, rule)
+                expected_before[place], num_forwards = expected, num_forwards + offer.num_forwards
+            if rule is not None and offer.is_used and (offer.tree is None or place + 1 < len(self.parts)):
+                path_probs = [self._claims.path_probs(place, row) for row in offer.rows]
+                ranked = [sorted(row[1:], reverse=True) for row in path_probs]
+                worthy = num_worthwhile(ranked, rule, rule.max_nodes)
+                offer.is_used = costs or worthy > 0
                 if offer.is_used:
-                    num_worthy = max(num_worthy, offer.num_worthy)
-                    expected = [max(old, sum(new[1:])) for old, new in zip(expected, offer.path_probs, strict=True)]
+                    num_worthy = max(num_worthy, worthy)
+                    expected = [max(old, sum(new[1:])) for old, new in zip(expected, path_probs, strict=True)]
             offers.append(offer)
-        unions: list[Union | None] = [None] * rows
+        unions: list[Union | None] = [None] * num_rows
         return Proposed(list(ctx.rows), ctx.lengths, offers, unions, expected_before, self.part_names), num_forwards
 
     def _first_confident(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
@@ -716,55 +681,24 @@ class CombinedDrafter(Drafter):
                 is_last = part.costs_forwards or place == allowed[row][-1]
                 if is_last or max(offer.rows[row].node_probs[1:2], default=0.0) >= CONFIDENT:
                     chosen[row] = place
-        self._offers = [
-            offer if any(other != place for other in chosen) else None for place, offer in enumerate(offers)
-        ]
+        self._offers = [offer if set(chosen) != {place} else None for place, offer in enumerate(offers)]
         trees = [offer.tree for offer in offers if offer.tree is not None]
         return replace(by_row(trees, chosen), num_draft_forwards=num_forwards)
 
-    def _offer(
-        self, place: int, ctx: Context, sampling: SamplingBatch, budget: Budget, *, lists: bool = False
-    ) -> Offer:
+    def _offer(self, place: int, ctx: Context, sampling: SamplingBatch, budget: Budget) -> Offer:
         """Return a part's proposals for the rows whose requests take it; extra nodes of one part are kept for later."""
         part, name = self.parts[place], self.part_names[place]
         refused = [number for number, row in enumerate(ctx.rows) if not row.takes(name)]
-        if len(refused) == ctx.num_rows:
-            if lists:
-                return Offer([ListTree(row.tokens[-1:]) for row in ctx.rows])
-            budget = _no_depth(budget)
-        if lists:
+        if part.lists and budget.depth and budget.children in ("keyed", "top"):
             rows = list(part.list_trees(ctx, budget))
             for number in refused:
                 rows[number] = ListTree(ctx.rows[number].tokens[-1:])
             return Offer(rows)
-        tree = part.propose(ctx, sampling, budget)
+        tree = part.propose(ctx, sampling, _no_depth(budget) if len(refused) == ctx.num_rows else budget)
         if tree.num_extra_nodes and self._extra_from is None:
             self._extra_from, self._extra = place, tree.extra_nodes
         tree = tree.proposals
         return Offer(tree.without([(row, node) for row in refused for node in range(1, tree.num_nodes)]))
-
-    def _part_budget(self, place: int, budget: Budget) -> Budget:
-        """Return the budget of a part: by its own calibration, and deep if drafting takes no forwards."""
-        if budget.rule is None:
-            return budget
-        cached, claims = self._budgets.get(place), self._claims
-        if cached is None or cached[0] is not budget or cached[1] is not claims or cached[2] != claims.version:
-            depth = budget.depth if self.parts[place].costs_forwards else max(budget.depth, MIN_COPY_DEPTH)
-            part_budget = replace(budget, depth=depth, rule=claims.calibrated(place, budget.rule))
-            cached = self._budgets[place] = budget, claims, claims.version, part_budget
-        return cached[3]
-
-
-def _kept(unions: Sequence[Union], budget: Budget) -> list[list[int]]:
-    """Return the nodes of each union that are worth their verification, or that the budget has room for."""
-    rule, is_free = budget.rule, budget.rule is not None and budget.width > 1
-    kept = [union.ordered() if is_free else union.within(budget) for union in unions]
-    if rule is None:
-        return kept
-    ranked = [[union.reached[node] for node in nodes[1:]] for union, nodes in zip(unions, kept, strict=True)]
-    count = 1 + num_worthwhile(ranked, rule, rule.max_nodes)
-    pairs = zip(unions, kept, strict=True)
-    return [[node for node in nodes[:count] if union.reached[node] > 0] for union, nodes in pairs]
 
 
 def _no_depth(budget: Budget) -> Budget:

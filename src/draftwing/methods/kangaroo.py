@@ -17,8 +17,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
-
 from draftwing.errors import ConfigError
 from draftwing.methods.base import Drafter
 from draftwing.methods.causal_lm import CausalLMDrafter
@@ -28,8 +26,7 @@ from draftwing.methods.objectives import AlignedLoss
 from draftwing.models.attention import Attend
 from draftwing.models.lean import LeanTarget
 from draftwing.models.linear import Linear, runs_as
-from draftwing.models.rope import Rotary
-from draftwing.models.subnet import Parts, SubNet, lean_target
+from draftwing.models.subnet import PartNet, Parts, SubNet, lean_target
 from draftwing.models.target import Target
 from draftwing.runtime.forward import NetShape
 
@@ -38,12 +35,7 @@ EXIT_LAYERS = 2  # layers of the target that draft: the paper's choice for 7B (i
 
 @dataclass(frozen=True)
 class KangarooConfig(PlainConfig):
-    """The shape of an adapter, whose attention is as wide as the target's.
-
-    Attributes:
-        taps: the one hidden state that it reads, E: the target's first E layers run while drafting.
-        num_heads, num_kv_heads, head_dim: of its attention.
-        rms_norm_eps: of its norms.
+    """The shape of an adapter, whose attention is as wide as the target's. Its one tap is E.
 
     Raises:
         ConfigError: more than one tap, or invalid head counts.
@@ -88,7 +80,7 @@ class KangarooNet(DraftNet):
         return read, read
 
 
-class ShallowNet:
+class ShallowNet(PartNet):
     """The target's first layers and the adapter behind them, as one net with its own KV slots.
 
     The first layers' keys and values are kept twice, here and in the target's slots, because one net's pass reads slots
@@ -96,6 +88,7 @@ class ShallowNet:
     """
 
     def __init__(self, first: SubNet, adapter: KangarooNet) -> None:
+        super().__init__(first.net)
         self._first, self._adapter = first, adapter
         self._depth = adapter.config.taps[0]
 
@@ -111,22 +104,6 @@ class ShallowNet:
             )
         return replace(shape, num_layers=self._depth + 1, windows=(*shape.windows[: self._depth], None))
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._first.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._first.device
-
-    @property
-    def rotary(self) -> Rotary:
-        return self._first.rotary
-
-    def fuse(self, features: Any) -> Any:
-        """Return them unchanged: the net reads only tokens."""
-        return features
-
     def forward(self, ids: Any, states: Any, attend: Attend) -> tuple[Any, Any]:
         """(R,) -> (R, H) the LM head's input."""
         x = self._first.stream(ids, attend)
@@ -137,12 +114,11 @@ class ShallowNet:
         return self._adapter.forward(ids, x.to(self._adapter.dtype), attend_behind)[0], None
 
     def logits(self, read: Any) -> Any:
-        """(R, H) -> (R, V)."""
         return self._adapter.logits(read)
 
 
 class ShallowModel:
-    """A ``causal_lm.DraftModel`` around a ``ShallowNet``."""
+    """A ``ShallowNet`` as the model of a ``CausalLMDrafter``."""
 
     def __init__(self, adapter: KangarooNet, target: LeanTarget, name: str) -> None:
         first = SubNet(target.net, Parts.first(target.num_layers, adapter.config.taps[0]))
@@ -156,9 +132,6 @@ class ShallowModel:
 
 class KangarooDrafter(CausalLMDrafter):
     """Drafts with ``adapter`` behind the first layers of ``target``.
-
-    Args:
-        identity: distinguishes the adapter from others in cached measurements.
 
     Raises:
         ConfigError: the adapter reads a layer that the target lacks, or has other heads or another vocabulary.

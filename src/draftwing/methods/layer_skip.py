@@ -53,11 +53,7 @@ LAYERS = "layers"
 
 
 class LayerSkipDrafter(NetDrafter):
-    """Drafts with ``net``, a sub-net of ``target``.
-
-    Args:
-        name: for reports.
-    """
+    """Drafts with ``net``, a sub-net of ``target``."""
 
     grows_by_rule = True
 
@@ -69,7 +65,6 @@ class LayerSkipDrafter(NetDrafter):
         self._rest: Runner | None = None  # runs the layers after an early exit
 
     def request(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftRequest | None:
-        """Return a request for trees from the pending tokens."""
         if budget.depth == 0:
             return None
         active, roots = [True] * ctx.num_rows, [[row.tokens[row.length]] for row in ctx.rows]
@@ -80,11 +75,13 @@ class LayerSkipDrafter(NetDrafter):
     @inference
     def draft(self, request: DraftRequest, verify: VerifyRequest | None = None) -> Drafted:
         ctx = own_context(request.ctx, LeanContext)
-        runner = self._runner_over(ctx)
-        drafted = runner.draft(request)
+        if self._over_slots is None or self._over_slots.cache is not ctx.cache:
+            self._over_slots, rest = runner_over(self._net, self._target, ctx), self._net.rest
+            self._rest = None if rest is None else runner_over(rest, self._target, ctx)
+        drafted = self._over_slots.draft(request)
         if drafted.states is not None and self._rest is not None:
             lengths = tuple(request.lengths)
-            resume = StartedForward(runner, self._rest, drafted.tree, drafted.states, lengths)
+            resume = StartedForward(self._over_slots, self._rest, drafted.tree, drafted.states, lengths)
             drafted = drafted._replace(resume=resume)
         if self._net.dtype == torch.float16:
             # Without some layers the stream may overflow although the target's does not, and a NaN in a slot spreads
@@ -93,22 +90,10 @@ class LayerSkipDrafter(NetDrafter):
             slots.copy_(slots.nan_to_num(nan=0.0))
         return drafted
 
-    def _runner_over(self, ctx: LeanContext) -> Runner:
-        if self._over_slots is None or self._over_slots.cache is not ctx.cache:
-            self._over_slots, rest = runner_over(self._net, self._target, ctx), self._net.rest
-            self._rest = None if rest is None else runner_over(rest, self._target, ctx)
-        return self._over_slots
-
 
 @dataclass(frozen=True)
 class LayerSet:
-    """The parts of a target that draft for it, as a folder.
-
-    Attributes:
-        parts: the parts that run.
-        target: the target that they were chosen for.
-        tuning: how the search went, for readers; any JSON.
-    """
+    """The parts of a target that draft for it, as a folder; ``tuning`` is JSON about the search, for readers."""
 
     parts: Parts
     target: TargetId
@@ -120,7 +105,6 @@ class LayerSet:
         Raises:
             CheckpointError: the folder cannot be written, or holds another model.
         """
-        folder = Path(folder)
         check_destination(folder)
         block = {
             "format": FORMAT,
@@ -178,10 +162,10 @@ class Layers(DraftMethod):
     def new_drafter(self, source: Source) -> NewDrafter:
         layers, target = LayerSet.read(source.folder), lean_target(source.target, "draft 'layers'")
         loaded = target_id(target, source.tokenizer)
-        if found := differences(layers.target, loaded):
+        if differing := differences(layers.target, loaded):
             raise CheckpointError(
                 f"{source.folder}: these layers are of {layers.target.name}, not of {loaded.name} "
-                f"({'; '.join(found)}): tune the layers of {loaded.name}"
+                f"({'; '.join(differing)}): tune the layers of {loaded.name}"
             )
         return partial(LayerSkipDrafter, SubNet.of(target.net, layers.parts), target, LAYERS)
 

@@ -23,7 +23,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from draftwing.methods.base import Budget, Drafter, ListTree
+from draftwing.methods.base import Budget, Drafter, ListTree, swap_remove
 from draftwing.methods.lookup import merge_paths, node_depths, to_draft_tree
 from draftwing.methods.method import DraftMethod, NewDrafter, Source, integer_option
 from draftwing.models.context import Context, Row, TargetOutput
@@ -35,11 +35,7 @@ FIRST_PROB, LATER_PROB = 0.5, 0.7
 
 
 class NGramPool:
-    """The latest n-grams that begin with each token.
-
-    Args:
-        max_ngrams: n-grams kept per first token.
-    """
+    """The latest n-grams that begin with each token, up to ``max_ngrams`` of each."""
 
     def __init__(self, max_ngrams: int) -> None:
         self._max_ngrams = max_ngrams
@@ -125,8 +121,7 @@ class LookaheadDrafter(Drafter):
         self.windows.append(LookaheadWindow(NGramPool(self._guesses)))
 
     def remove(self, ctx: Context, row: int) -> None:
-        self.windows[row] = self.windows[-1]
-        self.windows.pop()
+        swap_remove(self.windows, row)
 
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         """Propose up to ``budget.width`` n-grams (with a rule: all guesses), and add the window."""

@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from draftwing.methods.base import Budget, Drafter, ListTree, NoDrafter
+from draftwing.methods.base import Budget, Drafter, ListTree, NoDrafter, swap_remove
 from draftwing.methods.method import DraftMethod, NewDrafter, Source, integer_option
 from draftwing.methods.suffix_array import Follower, Match
 from draftwing.models.context import Context, Row
@@ -65,7 +65,6 @@ class SuffixAutomaton:
         return len(self._tokens)
 
     def extend_all(self, tokens: Iterable[int]) -> None:
-        """Append ``tokens``, in order."""
         for token in tokens:
             self.extend(token)
 
@@ -276,8 +275,7 @@ class ListDrafter(Drafter):
         self._automata.append(SuffixAutomaton())
 
     def remove(self, ctx: Context, row: int) -> None:
-        self._automata[row] = self._automata[-1]
-        self._automata.pop()
+        swap_remove(self._automata, row)
 
     def automaton(self, index: int, row: Row) -> SuffixAutomaton:
         """Return a row's automaton, extended by its new tokens."""

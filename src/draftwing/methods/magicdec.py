@@ -16,6 +16,7 @@ Shape suffixes: B rows, L layers, K KV heads, S slots, M slots of a view.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,10 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwing.errors import ConfigError, UnsupportedError, shown
-from draftwing.methods.base import Budget
+from draftwing.errors import ConfigError, UnsupportedError
+from draftwing.methods.base import Budget, swap_remove
 from draftwing.methods.calibration import Calibration
-from draftwing.methods.method import DraftMethod, NewDrafter, Source, integer_option
+from draftwing.methods.method import DraftMethod, NewDrafter, Source, bool_option, integer_option
 from draftwing.methods.net_drafter import NetDrafter
 from draftwing.models.cache import View
 from draftwing.models.context import Context
@@ -106,8 +107,7 @@ class SnapKVSlots:
     ) -> None:
         self.budget, self._window, self._pool, self._grain = budget, window, pool, grain
         self._refresh, self._per_head = refresh, per_head
-        scope = "each KV head's own" if per_head else "each layer's"
-        self.name = f"self-snapkv:{budget}"
+        scope, self.name = "each KV head's own" if per_head else "each layer's", f"self-snapkv:{budget}"
         self.settings = f"{scope}, {grain} at a time by the last {window}, pool {pool}, refresh {refresh}"
         self._choices: list[_SlotChoice] = []
         self._slots: Tensor | None = None  # (B, L, K, M) the chosen slots, then all from ``start`` on
@@ -119,8 +119,7 @@ class SnapKVSlots:
             self._fill(len(self._choices) - 1)
 
     def remove(self, row: int) -> None:
-        self._choices[row] = self._choices[-1]
-        self._choices.pop()
+        swap_remove(self._choices, row)
         if self._slots is not None:
             self._slots[row] = self._slots[-1]
             self._slots = self._slots[:-1] if self._choices else None
@@ -223,18 +222,10 @@ class SelfDrafter(NetDrafter):
         room = min((room for room in rooms if room > 0), default=0)
         if min(room, budget.depth) <= 0:
             return None
-        return DraftRequest(
-            ctx,
-            [room > 0 for room in rooms],
-            sampling,
-            budget,
-            Calibration(),
-            [[row.tokens[row.length]] for row in ctx.rows],
-            ctx.lengths,
-            ctx.lengths,
-            view=self._policy.view(self._target, ctx),
-            prompt_lengths=[row.prompt_length for row in ctx.rows],
-        ).within(room)
+        fits, roots = [room > 0 for room in rooms], [[row.tokens[row.length]] for row in ctx.rows]
+        request = DraftRequest(ctx, fits, sampling, budget, Calibration(), roots, ctx.lengths, ctx.lengths)
+        view, prompt_lengths = self._policy.view(self._target, ctx), [row.prompt_length for row in ctx.rows]
+        return replace(request, view=view, prompt_lengths=prompt_lengths).within(room)
 
     def draft(self, request: DraftRequest, verify: VerifyRequest | None = None) -> Drafted:
         return self._target.draft(request)
@@ -250,12 +241,6 @@ def _pool(value: Any) -> int:
     if pool % 2 == 0:
         raise ConfigError(f"draft_options: pool must be odd, found {pool}: a slot is in the middle of its pool")
     return pool
-
-
-def _per_head(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigError(f"draft_options: per_head must be True or False, found {shown(value)}")
-    return value
 
 
 def _maker(target: Target, new_policy: Callable[[], WindowSlots | SnapKVSlots]) -> NewDrafter:
@@ -282,7 +267,7 @@ class SelfSnapKV(DraftMethod):
         "pool": _pool,
         "grain": integer_option("grain", 1, _MAX),
         "refresh": integer_option("refresh", 0, _MAX),
-        "per_head": _per_head,
+        "per_head": bool_option("per_head"),
     }
 
     def new_drafter(self, source: Source) -> NewDrafter:

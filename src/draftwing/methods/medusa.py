@@ -41,7 +41,7 @@ from draftwing.formats.write import write_folder
 from draftwing.methods.block import BlockMethod, BlockNet, Guess
 from draftwing.methods.net import DraftNet, PlainConfig, TargetId
 from draftwing.models.config import RopeConfig, read_config
-from draftwing.models.linear import Embedding, Linear
+from draftwing.models.linear import Linear
 from draftwing.models.weights import check_finite
 
 MAX_HEADS = 64  # heads, and layers of each: more is a mistake in a config
@@ -49,11 +49,7 @@ MAX_HEADS = 64  # heads, and layers of each: more is a mistake in a config
 
 @dataclass(frozen=True)
 class HeadsConfig(PlainConfig):
-    """The shape of heads on the target's last hidden state, Medusa's or Hydra's.
-
-    Attributes:
-        num_heads: K.
-        num_layers: layers of each head.
+    """The shape of heads on the target's last hidden state, Medusa's or Hydra's: K heads of ``num_layers`` each.
 
     Raises:
         ConfigError: see ``PlainConfig``; several taps, or a count outside 1 to ``MAX_HEADS``.
@@ -73,7 +69,6 @@ class HeadsConfig(PlainConfig):
 
     @staticmethod
     def for_levels(num_levels: int) -> dict[str, int]:
-        """Return the fields of a net that guesses ``num_levels`` tokens."""
         return {"num_heads": num_levels}
 
 
@@ -103,9 +98,9 @@ class MedusaNet(BlockNet):
             nn.ModuleList(self.new_matrix(width, width, bias=config.has_bias) for _ in range(config.num_layers))
             for _ in range(config.num_heads)
         )
-        self.heads = nn.ModuleList()
-        if config.own_heads:
-            self.heads.extend(self.new_matrix(self.num_draft_tokens, width) for _ in range(config.num_heads))
+        num_own = config.num_heads if config.own_heads else 0
+        self.heads = nn.ModuleList(self.new_matrix(self.num_draft_tokens, width) for _ in range(num_own))
+        if num_own:
             self.head = self.level_head(0)
 
     @torch.no_grad()
@@ -178,16 +173,12 @@ def is_medusa(config: Mapping[str, Any]) -> bool:
 
 
 def load_medusa(folder: Path, target: TargetId | None = None) -> PlainHead:
-    """Read a head in any layout.
-
-    Args:
-        target: the head's target, for layouts that do not name it.
+    """Read a head in any layout; ``target`` is its target, for layouts that do not name it.
 
     Raises:
         CheckpointError: weights that are missing, damaged, of unknown names or shapes, or of another target.
         ConfigError: an invalid config, or no target named and none given.
     """
-    folder = Path(folder)
     config, where = read_config(folder), str(folder)
     stored = read_pickled(folder / PICKLE) if (folder / PICKLE).exists() else read_tensors(folder)
     tensors = {}
@@ -239,15 +230,11 @@ def _from_other_layout(
                     f"belong together"
                 )
             tensors[name] = tensors[name][order if rows == len(ids) else ids]
-    elif shared is not None and shared.shape[0] != target.vocab_size:
+    num_tokens = target.vocab_size if shared is None or ids is not None else len(shared)
+    if (first.shape[1], num_tokens) != (target.hidden_size, target.vocab_size):
         raise CheckpointError(
-            f"{where}: its LM heads have {shared.shape[0]} tokens, and {target.name} has {target.vocab_size}: load it "
-            f"with the target that it was trained for"
-        )
-    if first.shape[1] != target.hidden_size:
-        raise CheckpointError(
-            f"{where}: its heads read {first.shape[1]} numbers, and {target.name} has a hidden size of "
-            f"{target.hidden_size}: load it with the target that it was trained for"
+            f"{where}: its heads read {first.shape[1]} numbers and know {num_tokens} tokens, and {target.name} has a "
+            f"hidden size of {target.hidden_size} and {target.vocab_size} tokens: load it with its own target"
         )
     shape = MedusaConfig(
         taps=(target.num_layers,),
@@ -322,26 +309,10 @@ class Medusa(BlockMethod):
     def recognises(self, config: Mapping[str, Any], folder: Path) -> bool:
         return is_medusa(config)
 
-    def read(
-        self,
-        folder: Path,
-        embedding: Tensor | Embedding,
-        target_head: Linear | None = None,
-        target: TargetId | None = None,
-        dtype: torch.dtype = torch.float32,
-    ) -> Any:
-        """Read a head in any layout."""
-        return self.build(load_medusa(folder, target), embedding, target_head, str(folder), dtype)
+    def read_head(self, folder: Path, target: TargetId | None) -> PlainHead:
+        return load_medusa(folder, target)
 
     def convert(self, source: Path, destination: Path, to: str, **options: Any) -> None:
-        """Write a head in another layout; see ``formats.convert.convert``.
-
-        Raises:
-            CheckpointError: a source that cannot be read, or a destination that cannot be written or is the source.
-            ConfigError: an unknown layout, or a source that does not name its target and none is given.
-            UnsupportedError: a head that the layout cannot express.
-        """
-        source, destination = Path(source), Path(destination)
         if to not in LAYOUTS:
             raise ConfigError(f"unknown layout {to!r} of a Medusa head: choose one of {', '.join(LAYOUTS)}")
         if destination.exists() and source.exists() and destination.samefile(source):
@@ -361,19 +332,14 @@ class Medusa(BlockMethod):
             copy_card(source, destination, to)
 
     def diagnose(self, folder: Path, target: Path | None) -> list[Finding]:
-        """Check that a head can be read, belongs to its target, and matches its config."""
         target_id = None if target is None else target_id_of_folder(target)
         try:
             head = load_medusa(folder, target_id)
         except DraftwingError as error:
-            fix = "give its target, or download the head again"
-            if isinstance(error, CheckpointError):
-                fix = "give the head that was trained for this target, whole"
-            return [Finding("head", "fail", str(error), fix)]
-        config, count = head.config, head.config.num_heads
+            return [Finding("head", "fail", str(error), "give the whole head and its target, or download it again")]
+        config, count, source = head.config, head.config.num_heads, read_config(folder)
         num_weights = sum(tensor.numel() for tensor in head.tensors.values())
         findings = [Finding("head", "ok", f"{count} heads of {num_weights:,} numbers in all")]
-        source = read_config(folder)
         stated = source.get("medusa_num_heads", source.get("num_heads"))
         if stated in (None, count):
             findings.append(Finding("count", "ok", f"{count} heads" + (", as its config says" if stated else "")))

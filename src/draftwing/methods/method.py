@@ -46,21 +46,33 @@ def integer_option(name: str, least: int, most: int | None = None) -> Callable[[
     return check
 
 
+def number_option(name: str, most: float, hint: str) -> Callable[[Any], float]:
+    """Return a check for ``DraftMethod.options``: a number above 0. Its ConfigError ends in ``hint``."""
+
+    def check(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
+            found = shown(value)
+            raise ConfigError(f"draft_options: {name} must be above 0 and at most {most:,}, found {found}: {hint}")
+        return float(value)
+
+    return check
+
+
+def bool_option(name: str) -> Callable[[Any], bool]:
+    """Return a check for ``DraftMethod.options``: True or False. The check raises ConfigError."""
+
+    def check(value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise ConfigError(f"draft_options: {name} must be True or False, found {shown(value)}")
+        return value
+
+    return check
+
+
 def _learning_share(value: Any) -> float:
     if isinstance(value, bool):
         return 0.1 if value else 0.0
-    if isinstance(value, int | float) and 0 < value <= 1:
-        return float(value)
-    raise ConfigError(
-        f"draft_options: online must be True, False, or the share of the time that learning may take, above 0 and up "
-        f"to 1, found {shown(value)}"
-    )
-
-
-def _learning_rate(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
-        raise ConfigError(f"draft_options: online_lr must be between 0 and 1, found {shown(value)}: 1e-4 is usual")
-    return float(value)
+    return number_option("online", 1, "give True, False, or the share of the time that learning may take")(value)
 
 
 @dataclass(frozen=True)
@@ -89,13 +101,11 @@ class NewNet:
     """The arguments of ``NetMethod.new``.
 
     Attributes:
-        like: the target's shape.
+        like, target, folder: the target's shape, identity and folder.
         taps: the target's hidden states to read.
-        target: which target the net is for.
         embedding, head: the target's, not prepacked.
         target_ids: (V_draft,) ascending, or None for the whole vocabulary.
         settings: the training options named in ``NetMethod.settings``.
-        folder: the target's.
     """
 
     like: ModelConfig
@@ -159,7 +169,10 @@ class NetMethod(DraftMethod):
     settings: tuple[str, ...] = ()
     loss: Callable[..., Any] | None = None
     calibrates: bool = True
-    options: ClassVar[Mapping[str, Callable[[Any], Any]]] = {"online": _learning_share, "online_lr": _learning_rate}
+    options: ClassVar[Mapping[str, Callable[[Any], Any]]] = {
+        "online": _learning_share,
+        "online_lr": number_option("online_lr", 1, "1e-4 is usual"),
+    }
 
     # --- drafting --------------------------------------------------------------------------------------------------
 
@@ -196,26 +209,11 @@ class NetMethod(DraftMethod):
         target: TargetId | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> Any:
-        """Read a head's folder as a network.
+        """Read a head's folder as a network with weights in ``dtype``, for a target's embedding and LM head.
 
-        Args:
-            embedding, target_head: the target's.
-            target: compared with the target that the head was trained for.
-            dtype: of the network's weights.
+        ``target`` is compared with the target that the head was trained for.
         """
-        head = load_plain(folder, self.name, self.config)
-        head.check_target(target, str(folder))
-        return self.build(head, embedding, target_head, str(folder), dtype)
-
-    def build(
-        self,
-        head: PlainHead,
-        embedding: Tensor | Embedding,
-        target_head: Linear | None,
-        where: str,
-        dtype: torch.dtype = torch.float32,
-    ) -> Any:
-        """Return the network of a head. Raises CheckpointError if it does not fit the target's embedding."""
+        head, where = self.read_head(folder, target), str(folder)
         expected = (head.config.vocab_size, head.config.hidden_size)
         if tuple(embedding.shape) != expected:
             raise CheckpointError(
@@ -224,8 +222,13 @@ class NetMethod(DraftMethod):
             )
         ids = None if head.target_ids is None else head.target_ids.to(embedding.device)
         net: DraftNet = self.net(head.config, embedding, target_head, ids, dtype)
-        net.load_tensors(head.tensors, where)
-        return net
+        return net.load_tensors(head.tensors, where)
+
+    def read_head(self, folder: Path, target: TargetId | None) -> PlainHead:
+        """Read a head's folder. Raises CheckpointError if it was trained for another target."""
+        head = load_plain(folder, self.name, self.config)
+        head.check_target(target, str(folder))
+        return head
 
     def write(self, folder: Path, net: Any, *, training: Mapping[str, Any] | None = None) -> None:
         """Write a network that has not been prepacked; ``training`` is stored as JSON."""
@@ -235,9 +238,7 @@ class NetMethod(DraftMethod):
         """Write a head in another layout; see ``formats.convert.convert`` for the options."""
         if to != "draftwing":
             raise ConfigError(f"unknown head layout {to!r}: a {self.name} head is written as draftwing alone")
-        head = load_plain(source, self.name, self.config)
-        head.check_target(options.get("target"), str(source))
-        save_plain(destination, head)
+        save_plain(destination, self.read_head(source, options.get("target")))
         copy_stored(source, destination)
         copy_card(source, destination, to)
 

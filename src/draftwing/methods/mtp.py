@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -34,7 +35,7 @@ from draftwing.formats.gguf_weights import open_weights
 from draftwing.formats.identity import head_id
 from draftwing.methods.base import Drafter
 from draftwing.methods.method import NetMethod, NewDrafter, NewNet, Source, integer_option
-from draftwing.methods.net import LAYER_FIELDS, DraftNet, PlainConfig, Scored, TargetId
+from draftwing.methods.net import LAYER_FIELDS, DraftNet, PlainConfig, Scored, TargetId, layer_names
 from draftwing.methods.net_drafter import EagleDrafter
 from draftwing.methods.objectives import DraftLoss, StepGuesses, StepSums, TruthLike
 from draftwing.models.attention import Attend, CausalAttention
@@ -88,14 +89,7 @@ class MtpConfig(PlainConfig):
 
 
 class MtpModule(nn.Module):
-    """One module.
-
-    Args:
-        token_norm, state_norm: norms of its two inputs.
-        join: (H, 2 H), tokens first.
-        block: its decoder layer.
-        norm: of its output.
-    """
+    """One module: the norms of its two inputs, their join (H, 2 H) with tokens first, a decoder layer, and a norm."""
 
     def __init__(
         self, token_norm: RMSNorm, state_norm: RMSNorm, join: Linear, block: DecoderLayer, norm: RMSNorm
@@ -113,10 +107,7 @@ class MtpNet(DraftNet):
     """A chain of modules over the target's embedding and LM head. Its first arguments are ``DraftNet``'s.
 
     Args:
-        chain: the modules; new ones unless given.
-
-    Attributes:
-        chain: the modules. ``forward`` runs the first, on its own states after its first step.
+        chain: the modules; new ones unless given. ``forward`` runs the first, on its own states after its first step.
 
     Raises:
         ConfigError: an embedding of another size than the config's, or no LM head.
@@ -129,15 +120,14 @@ class MtpNet(DraftNet):
         super().__init__(config, *parts, **options)
         if not self._target_head:
             raise ConfigError("an MTP net reads the target's LM head: give it")
-        self.chain = nn.ModuleList(chain or [self._new_module() for _ in range(config.num_modules)])
-
-    def _new_module(self) -> MtpModule:
-        config, hidden = self.config, self.config.hidden_size
-        block = self.new_decoder_layer(
-            qkv_bias=config.qkv_bias, o_bias=config.o_bias, mlp_bias=config.mlp_bias, qk_norm=config.qk_norm
-        )
-        token_norm, state_norm, norm = (self.new_norm(hidden) for _ in range(3))
-        return MtpModule(token_norm, state_norm, self.new_matrix(hidden, 2 * hidden), block, norm)
+        self.chain, hidden = nn.ModuleList(chain), config.hidden_size
+        while len(self.chain) < config.num_modules:
+            block = self.new_decoder_layer(
+                qkv_bias=config.qkv_bias, o_bias=config.o_bias, mlp_bias=config.mlp_bias, qk_norm=config.qk_norm
+            )
+            token_norm, state_norm, norm = (self.new_norm(hidden) for _ in range(3))
+            join = self.new_matrix(hidden, 2 * hidden)
+            self.chain.append(MtpModule(token_norm, state_norm, join, block, norm))
 
     @property
     def shape(self) -> NetShape:
@@ -226,11 +216,6 @@ def read_modules(
 ) -> MtpNet:
     """Read the modules in a target's folder.
 
-    Args:
-        folder: the target's.
-        embedding, target_head, target: the same target's.
-        dtype: of the net's weights.
-
     Raises:
         CheckpointError: no modules in the checkpoint, or ones with missing tensors, other shapes or NaN.
         ConfigError: an invalid config.
@@ -254,14 +239,17 @@ def read_modules(
             ) from error
         window, size = like.sliding_windows[-1], names.num_modules
         shape = MtpConfig.for_target(like, (like.num_layers,), num_modules=size, window=window, target=target)
-        sources = {
-            f"chain.{module}.{name}": parts
-            for module in range(size)
-            for name, parts in _source_names(names, module, shape, is_fused=like.model_type == "phi3").items()
-        }
-        _check_dense(config, names, {part for parts in sources.values() for part in parts}, files)
-        _check_copies(names, files)
         net = MtpNet(shape, embedding, target_head, None, dtype)
+        sources = {}
+        for name in net.named_tensors():  # such as chain.0.block.mlp.down.weight
+            _, module, path = name.split(".", 2)
+            place, kind = path.rsplit(".", 1)
+            base, stacked = names.base_of(int(module)), [getattr(names, place, "")]
+            if place.startswith("block."):
+                base = names.block_of(int(module))
+                stacked = layer_names(like.model_type)[place.removeprefix("block.")]
+            sources[name] = [f"{base}{part}.{kind}" for part in stacked]
+        _check_modules(config, names, {part for parts in sources.values() for part in parts}, files)
         tensors = {}
         for name, parts in sources.items():
             stored = [files.get(part, net.dtype) for part in parts]
@@ -271,54 +259,17 @@ def read_modules(
             if names.states_first and name.endswith(".join.weight"):
                 states, tokens = tensors[name].chunk(2, 1)
                 tensors[name] = torch.cat([tokens, states], 1)
-    net.load_tensors(tensors, str(folder))
-    return net
+    return net.load_tensors(tensors, str(folder))
 
 
-def _source_names(names: MtpNames, module: int, shape: MtpConfig, *, is_fused: bool) -> dict[str, list[str]]:
-    """Map a module's parameters to the checkpoint's tensors that are stacked to make each of them.
-
-    Args:
-        is_fused: the checkpoint has one matrix for queries, keys and values, and one for gate and up (Phi-3).
-    """
-    base, block = names.base_of(module), names.block_of(module)
-    attention, mlp = f"{block}self_attn.", f"{block}mlp."
-    qkv = ["qkv_proj"] if is_fused else ["q_proj", "k_proj", "v_proj"]
-    gate_up = ["gate_up_proj"] if is_fused else ["gate_proj", "up_proj"]
-    sources = {
-        "token_norm.weight": [f"{base}{names.token_norm}.weight"],
-        "state_norm.weight": [f"{base}{names.state_norm}.weight"],
-        "join.weight": [f"{base}{names.join}.weight"],
-        "norm.weight": [f"{base}{names.norm}.weight"],
-        "block.input_norm.weight": [f"{block}input_layernorm.weight"],
-        "block.post_norm.weight": [f"{block}post_attention_layernorm.weight"],
-    }
-    if shape.qk_norm:
-        sources |= {f"block.{x}_norm.weight": [f"{attention}{x}_norm.weight"] for x in "qk"}
-    matrices = (
-        ("qkv", [f"{attention}{name}" for name in qkv], shape.qkv_bias),
-        ("out", [f"{attention}o_proj"], shape.o_bias),
-        ("mlp.gate_up", [f"{mlp}{name}" for name in gate_up], shape.mlp_bias),
-        ("mlp.down", [f"{mlp}down_proj"], shape.mlp_bias),
-    )
-    for name, parts, has_bias in matrices:
-        for kind in ("weight", "bias") if has_bias else ("weight",):
-            sources[f"block.{name}.{kind}"] = [f"{part}.{kind}" for part in parts]
-    return sources
-
-
-def _check_dense(config: Mapping[str, Any], names: MtpNames, used: set[str], files: Weights) -> None:
-    """Raise UnsupportedError if a module has tensors that a dense decoder layer does not have."""
+def _check_modules(config: Mapping[str, Any], names: MtpNames, used: set[str], files: Weights) -> None:
+    """Raise UnsupportedError if a module is no dense decoder layer, or has another embedding or LM head."""
     for name in files.unused(used):
         if names.owns(name) and not name.endswith((*_COPIES, "rotary_emb.inv_freq")):
             raise UnsupportedError(
                 f"{files.folder}: an MTP module of {architecture_of(config)} has {name!r}, which Draftwing's dense "
                 f"decoder layers do not have: {_ADVICE}"
             )
-
-
-def _check_copies(names: MtpNames, files: Weights) -> None:
-    """Raise UnsupportedError if a module's embedding or LM head differs from the target's."""
     for module in range(names.num_modules):
         for name, originals in _COPIES.items():
             copy = names.base_of(module) + name
@@ -335,8 +286,6 @@ def _check_copies(names: MtpNames, files: Weights) -> None:
 
 class ChainDrafter(EagleDrafter):
     """Drafts with several modules: each token by the module trained for it, later ones by the last on its own states.
-
-    Costs a pass of every module over the accepted tokens, and of all later modules over each level.
 
     Each module has its own KV slots. Entry i of module k pairs the state that the module before left at i with the
     token at i + k, so the root, whose token is the pending one, lies k - 1 slots earlier than in the first module's.
@@ -395,12 +344,9 @@ class ChainDrafter(EagleDrafter):
         super().observe(ctx, tree, accepted, output)
 
     def _read_pending(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
-        """Feed the accepted entries to every module.
+        """Feed the accepted entries to every module; return logits (B, 1, V) and states (B, D, H) at the roots.
 
         A module reads the states that the one before left one entry earlier; none exists before a row's first entry.
-
-        Returns:
-            The first module's logits (B, 1, V) after the roots, and (B, D, H) all modules' states there.
         """
         device, features = self.net.device, request.features
         assert features is not None
@@ -434,10 +380,8 @@ class ChainDrafter(EagleDrafter):
         """Run the nodes from ``first`` on, ``level`` below the root, through the guessing module and all later ones.
 
         Args:
-            states: (B, W, D * H) the modules' states at the nodes' parents.
-
-        Returns:
-            Logits (B, W, V), and the modules' states at the nodes; undefined for modules that are no longer needed.
+            states: (B, W, D * H) the modules' states at the nodes' parents. Those returned are at the nodes, and
+                undefined for modules that are no longer needed.
         """
         assert states is not None
         above, deepest = states.chunk(len(self._runners), 2), len(self._runners) - 1
@@ -484,13 +428,8 @@ class Mtp(NetMethod):
             return super().new_drafter(source)
         target, folder = source.target, source.folder
         net = self.load(source).prepack(target.quantized, fast=True)
-        parts: list[Any] = []  # shared by all drafters, so that each is traced once
-
-        def make() -> Drafter:
-            parts.extend(net.part(place) for place in range(len(parts), count))
-            return ChainDrafter(parts, target, folder.name, head_id(folder))
-
-        return make
+        parts = [net.part(place) for place in range(count)]  # shared by all drafters, so that each is traced once
+        return partial(ChainDrafter, parts, target, folder.name, head_id(folder))
 
     def drafter(self, net: Any, target: Target, name: str = "", identity: str = "") -> Drafter:
         """Draft with the first module, on its own states after its first token."""

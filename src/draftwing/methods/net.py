@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from draftwing.runtime.forward import NetShape, Runtime, TorchRuntime
 
 @dataclass(frozen=True)
 class TargetId:
-    """Identifies the target that a head was trained for: its name, and what can be checked."""
+    """The target that a head was trained for: its name, and properties that can be compared."""
 
     name: str
     hidden_size: int
@@ -42,6 +42,23 @@ class TargetId:
 ATTENTION_FIELDS = ("vocab_size", "hidden_size", "rope", "num_heads", "num_kv_heads", "head_dim", "rms_norm_eps")
 LAYER_FIELDS = (*ATTENTION_FIELDS, "intermediate_size", "activation")
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+
+
+def layer_names(model_type: str = "llama") -> dict[str, list[str]]:
+    """Map a decoder layer's modules to their names in Hugging Face folders; several are stacked to make one matrix."""
+    qkv, gate_up = [f"self_attn.{letter}_proj" for letter in "qkv"], ["mlp.gate_proj", "mlp.up_proj"]
+    if model_type == "phi3":
+        qkv, gate_up = ["self_attn.qkv_proj"], ["mlp.gate_up_proj"]
+    return {
+        "input_norm": ["input_layernorm"],
+        "post_norm": ["post_attention_layernorm"],
+        "q_norm": ["self_attn.q_norm"],
+        "k_norm": ["self_attn.k_norm"],
+        "qkv": qkv,
+        "out": ["self_attn.o_proj"],
+        "mlp.gate_up": gate_up,
+        "mlp.down": ["mlp.down_proj"],
+    }
 
 
 @dataclass(frozen=True)
@@ -74,18 +91,14 @@ class PlainConfig:
     def __post_init__(self) -> None:
         if not self.taps or min(self.taps) < 0:
             raise ConfigError(f"taps must name at least 1 hidden state of the target, from 0 on, found {self.taps}")
-        sizes = {name: getattr(self, name) for name in _SIZES if hasattr(self, name)}
-        for name, size in sizes.items():
-            if size < 1:
+        for name in _SIZES:
+            if (size := getattr(self, name, 1)) < 1:
                 raise ConfigError(f"a draft network's {name} must be at least 1, found {size}")
-        if not {"num_heads", "num_kv_heads", "head_dim"} <= sizes.keys():
-            return
-        if sizes["num_heads"] % sizes["num_kv_heads"]:
-            raise ConfigError(
-                f"num_heads must be a multiple of num_kv_heads, found {sizes['num_heads']} and {sizes['num_kv_heads']}"
-            )
-        if sizes["head_dim"] != self.rope.head_dim:
-            raise ConfigError(f"head_dim must be that of rope, found {sizes['head_dim']} and {self.rope.head_dim}")
+        num_heads, num_kv_heads = getattr(self, "num_heads", 1), getattr(self, "num_kv_heads", 1)
+        if num_heads % num_kv_heads:
+            raise ConfigError(f"num_heads must be a multiple of num_kv_heads, found {num_heads} and {num_kv_heads}")
+        if (head_dim := getattr(self, "head_dim", self.rope.head_dim)) != self.rope.head_dim:
+            raise ConfigError(f"head_dim must be that of rope, found {head_dim} and {self.rope.head_dim}")
 
     def check_one_tap(self) -> None:
         """Raise ConfigError unless there is exactly one tap, for networks that read a single hidden state."""
@@ -99,29 +112,10 @@ class PlainConfig:
         return cls(taps=taps, **{**{name: getattr(like, name) for name in cls.like_target}, **changes})
 
 
-class TokenBatch(Protocol):
-    """Tokens (B, T) of a batch of the training data, and whether each is a token or padding (B, T)."""
-
-    @property
-    def ids(self) -> Tensor: ...
-    @property
-    def real(self) -> Tensor: ...
-
-
-class Scored(Protocol):
-    """A batch with the target's hidden states.
-
-    Attributes:
-        features: (B, T, F) the taps that the network reads.
-        last: (B, T, H) the input of the target's LM head.
-    """
-
-    @property
-    def batch(self) -> TokenBatch: ...
-    @property
-    def features(self) -> Tensor: ...
-    @property
-    def last(self) -> Tensor: ...
+# A batch with the target's hidden states (``train.features.FeatureBatch``): ``batch.ids`` (B, T), the tokens;
+# ``batch.real`` (B, T), False for padding; ``features`` (B, T, F), the taps that the network reads; and ``last``
+# (B, T, H), the input of the target's LM head.
+Scored = Any
 
 
 class DraftNet(nn.Module, ABC):
@@ -265,7 +259,6 @@ class DraftNet(nn.Module, ABC):
 
     @property
     def num_draft_tokens(self) -> int:
-        """V_draft."""
         return self.config.vocab_size if self.target_ids is None else len(self.target_ids)
 
     @property

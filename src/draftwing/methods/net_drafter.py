@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from draftwing.errors import ConfigError
-from draftwing.methods.base import Budget, Drafter
+from draftwing.methods.base import Budget, Drafter, swap_remove
 from draftwing.methods.net import DraftNet
 from draftwing.models.context import Context, FeatureSpec, Row, TargetOutput
 from draftwing.models.linear import Linear, runs_as
@@ -64,14 +64,10 @@ class NetDrafter(Drafter):
 
 
 class PendingFeatures:
-    """Features of kept tokens that a network has not read yet: each row's entries since the last draft, in order.
-
-    Steps without a draft only append their features. When rows join or leave, the entries are sorted by row once, so
-    that the pending features of the other rows are not copied each time.
-    """
+    """Features of kept tokens that a network has not read yet: each row's entries since the last draft, in order."""
 
     def __init__(self) -> None:
-        self._sorted: list[list[Tensor]] = []  # for each row (W, F) pieces, before those of all steps
+        self._rows: list[Tensor] = []  # (W, F) of each row, before those of all steps
         # For each step (B, at least a row's entries, F), and the rows' lengths before it.
         self._steps: list[tuple[Tensor, list[int]]] = []
 
@@ -81,54 +77,39 @@ class PendingFeatures:
 
     def clear(self) -> None:
         """Drop everything after it has been read."""
-        self._steps = []
-        if any(self._sorted):
-            self._sorted = [[] for _ in self._sorted]
+        self._rows, self._steps = [row[:0] for row in self._rows], []
 
     def admit(self, first: Tensor, lengths: Sequence[int]) -> None:
         """Add a row after those of ``lengths``, with entries ``first`` (1, W, F); W may be 0."""
-        self._sort(lengths)
-        self._sorted.append([first[0]])
+        self._rows = [*self._by_row(lengths), first[0]]
 
     def remove(self, row: int, lengths: Sequence[int]) -> None:
         """Drop a row; the last of ``lengths`` takes its place."""
-        self._sort(lengths)
-        self._sorted[row] = self._sorted[-1]
-        self._sorted.pop()
+        swap_remove(self._by_row(lengths), row)
 
     def joined(self, lengths: Sequence[int]) -> Tensor:
         """Return (B, W, F) for rows that have ``lengths`` now; W is at least the largest number of entries of a row."""
-        if not any(self._sorted):
-            if len(self._steps) == 1:
-                return self._steps[0][0]
-            counts = self._counts(lengths)
-            if all(min(step) == max(step) for step in counts):
-                return joined([piece[:, : step[0]] for (piece, _), step in zip(self._steps, counts, strict=True)], 1)
-        self._sort(lengths)
-        rows = [joined(pieces, 0) for pieces in self._sorted]
-        longest = max(1, *(len(row) for row in rows))
+        if len(self._steps) == 1 and not any(map(len, self._rows)):
+            return self._steps[0][0]
+        rows = self._by_row(lengths)
+        longest = max(1, *map(len, rows))
         if len(rows) == 1 and len(rows[0]) == longest:
             return rows[0][None]
         padded = rows[0].new_empty((len(rows), longest, rows[0].shape[1]))
+        clear(padded)
         for into, row in zip(padded, rows, strict=True):
             put(into[: len(row)], row)
-            clear(into[len(row) :])
         return padded
 
-    def _sort(self, lengths: Sequence[int]) -> None:
-        """Append each row's entries of the steps to its sorted ones."""
-        if not self._steps:
-            return
-        counts = self._counts(lengths)
-        for row, pieces in enumerate(self._sorted):
-            steps = zip(self._steps, counts, strict=True)
-            pieces.append(joined([piece[row, : step[row]] for (piece, _), step in steps], 0))
+    def _by_row(self, lengths: Sequence[int]) -> list[Tensor]:
+        """Return each row's entries, with those of the steps appended."""
+        bounds = list(pairwise([*(starts for _, starts in self._steps), lengths]))
+        for row, entries in enumerate(self._rows):
+            steps = zip(self._steps, bounds, strict=True)
+            pieces = [features[row, : ends[row] - starts[row]] for (features, _), (starts, ends) in steps]
+            self._rows[row] = joined([entries, *pieces], 0)
         self._steps = []
-
-    def _counts(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Return the number of each row's entries in every step."""
-        starts = [*(start for _, start in self._steps), lengths]
-        return [[end - start for start, end in zip(*pair, strict=True)] for pair in pairwise(starts)]
+        return self._rows
 
 
 class EagleDrafter(NetDrafter):
@@ -172,11 +153,10 @@ class EagleDrafter(NetDrafter):
             raise ConfigError(
                 f"{self.name} reads hidden states, and the target returned none for the prompt: see FeatureSpec"
             )
-        row, count = ctx.rows[-1], features.shape[1]
-        features, fed = features.to(self._dtype), row.resumed + max(count - 1, 0)
-        tokens = row.tokens[row.resumed + self._shift : fed + self._shift]
-        self._prefill(len(self._fed), tokens, features[:, : len(tokens)], row.resumed)
-        self._unread.admit(features[:, -1:], [row.length for row in ctx.rows[:-1]])
+        row, features = ctx.rows[-1], features.to(self._dtype)
+        fed = row.resumed + max(features.shape[1] - 1, 0)
+        self.read_on(ctx, row, features[:, : fed - row.resumed], fed)
+        self._unread.admit(features[:, -1:], ctx.lengths[:-1])
         self._fed.append(fed)
         self._read = None
 
@@ -197,10 +177,9 @@ class EagleDrafter(NetDrafter):
     @inference
     def remove(self, ctx: Context, row: int) -> None:
         """Drop the row's slots; the last row takes its place."""
-        self._unread.remove(row, [other.length for other in ctx.rows])
+        self._unread.remove(row, ctx.lengths)
         self.runner.cache.move_row(len(self._fed) - 1, row)
-        self._fed[row] = self._fed[-1]
-        self._fed.pop()
+        swap_remove(self._fed, row)
         self._read = None
 
     def request(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftRequest | None:
@@ -209,7 +188,7 @@ class EagleDrafter(NetDrafter):
             return None
         fed, shift = self._fed, self._shift
         tokens = [row.tokens[start + shift : row.length + shift] for row, start in zip(ctx.rows, fed, strict=True)]
-        self._read = [row.length for row in ctx.rows]
+        self._read = ctx.lengths
         roots = [max(length - 1, 0) for length in self._read]
         features = self._unread.joined(self._read)
         return DraftRequest(ctx, active, sampling, budget, self._calibration, tokens, fed, roots, features)
@@ -229,5 +208,4 @@ class EagleDrafter(NetDrafter):
         if self._read is not None:
             self._unread.clear()
             self._fed, self._read = self._read, None
-        fresh = fresh if fresh.dtype == self._dtype else fresh.to(self._dtype)
-        self._unread.add(fresh, [row.length for row in ctx.rows])
+        self._unread.add(fresh.to(self._dtype), ctx.lengths)

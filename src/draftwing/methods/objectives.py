@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -152,11 +152,7 @@ OBJECTIVES: dict[str, Objective] = {
 
 
 def objective_named(name: object) -> Objective:
-    """Return one of ``OBJECTIVES``, or ``jsd:BETA`` with a beta between 0 and 1.
-
-    Raises:
-        ConfigError: unknown name.
-    """
+    """Return one of ``OBJECTIVES``, or ``jsd:BETA``. Raises ConfigError for an unknown name."""
     if isinstance(name, str):
         if name in OBJECTIVES:
             return OBJECTIVES[name]
@@ -201,7 +197,6 @@ class DraftLoss(nn.Module):
     """Base class of losses: a network's guesses under an objective; a module, so data-parallel wrappers see a forward.
 
     Args:
-        net: the network in training.
         num_steps: draft steps.
         noise: width of the uniform noise that is added to the target's features in training.
         later_share: share of the entries that are trained after the first step.
@@ -318,13 +313,10 @@ def step_sums(
     *,
     agreement: bool = False,
 ) -> StepSums:
-    """Return one step's sums over R entries, without the feature loss.
+    """Return one step's sums over R entries, without the feature loss; see ``head_loss`` for the arguments.
 
-    Args:
-        read: (R, H) the LM head's input; ``weight``: (V, H) its matrix.
-        truth: used at the indices ``where`` (R,) into B * T.
-        dtype: of the matrix products, see ``product_dtype``.
-        agreement: also count how often the best token is the target's.
+    ``truth`` is used at the indices ``where`` (R,) into B * T; ``agreement`` also counts how often the best token is
+    the target's.
     """
     labels = truth.after if objective.of_text else truth.probs
     loss = head_loss(read, weight, labels, where, objective.divergence, dtype)

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from draftwing.errors import ConfigError
-from draftwing.methods.base import Budget, Drafter
+from draftwing.methods.base import Budget, Drafter, swap_remove
 from draftwing.methods.net import DraftNet
 from draftwing.methods.net_drafter import NetDrafter
 from draftwing.methods.objectives import head_loss, soft_cross_entropy
@@ -99,7 +99,6 @@ class Tally:
 
     @property
     def rate(self) -> float:
-        """Share of accepted levels."""
         return self.hits / max(self.levels, 1)
 
     def fell_from(self, before: Tally) -> bool:
@@ -345,8 +344,7 @@ class OnlineDrafter(NetDrafter):
     def remove(self, ctx: Context, row: int) -> None:
         """Keep the row's last stretch."""
         self._end(ctx.rows[row], self._trails[row])
-        self._trails[row] = self._trails[-1]
-        self._trails.pop()
+        swap_remove(self._trails, row)
         self._drafter.remove(ctx, row)
 
     @property

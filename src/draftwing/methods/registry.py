@@ -234,10 +234,8 @@ def _find(draft: str | Path, target: Target, tokenizer: Tokenizer | None) -> tup
     from draftwing.models.resolve import resolve
 
     entry = METHODS.get(str(draft))
-    if entry is not None and entry.needs == "target":
-        return entry.method, entry.method.own_folder(target)
-    if entry is not None and entry.needs == "nothing":
-        return entry.method, Path()
+    if entry is not None and entry.needs != "folder":
+        return entry.method, entry.method.own_folder(target) if entry.needs == "target" else Path()
     folder = (entry and _shipped_head(entry, target, tokenizer)) or resolve(draft)
     return method_of_folder(folder), folder
 

@@ -26,9 +26,9 @@ import numpy as np
 from torch import Tensor
 
 from draftwing.errors import ConfigError, DataError, DraftwingWarning, shown
-from draftwing.methods.base import Budget, ListTree
+from draftwing.methods.base import Budget, ListTree, swap_remove
 from draftwing.methods.lookup import ListDrafter
-from draftwing.methods.method import DraftMethod, NewDrafter, Source, integer_option
+from draftwing.methods.method import DraftMethod, NewDrafter, Source, integer_option, number_option
 from draftwing.methods.suffix_array import (
     Follower,
     Match,
@@ -53,7 +53,7 @@ class RetrievalDrafter(ListDrafter):
         raise NotImplementedError
 
     def max_nodes(self, match: Match) -> float:
-        """Return the most nodes to draft from a match."""
+        """Return the maximum number of nodes to draft from a match."""
         return math.inf
 
     def list_trees(self, ctx: Context, budget: Budget) -> list[ListTree]:
@@ -78,7 +78,6 @@ class LlmaDrafter(RetrievalDrafter):
 
     Args:
         references: texts as ids, for every request; a row may have further ones (``Row.references``).
-        min_match: the shortest match, in tokens.
     """
 
     name = "llma"
@@ -97,8 +96,7 @@ class LlmaDrafter(RetrievalDrafter):
 
     def remove(self, ctx: Context, row: int) -> None:
         super().remove(ctx, row)
-        self._references[row] = self._references[-1]
-        self._references.pop()
+        swap_remove(self._references, row)
 
     def matches(self, index: int, row: Row) -> Iterator[Match]:
         """Yield the longest match in the row's references, the shared ones, and the request itself."""
@@ -179,17 +177,10 @@ class Memory:
 
     def match(self, ending: Sequence[int], min_length: int, max_length: int) -> Match | None:
         """Return the longest suffix of ``ending`` that is continued in any text, in all arrays that contain it."""
-        best, containing = 0, list[SuffixArray]()
-        for part in self.parts:
-            length = part.longest(ending, max(min_length, best), max_length)
-            if length > best:
-                best, containing = length, []
-            if length:
-                containing.append(part)
-        if not best:
-            return None
-        place: Place = tuple((part, part.place(ending[-best:])) for part in containing)
-        return Match(self, best, place)
+        lengths = [(part, part.longest(ending, min_length, max_length)) for part in self.parts]
+        best = max((length for _, length in lengths), default=0)
+        place: Place = tuple((part, part.place(ending[-best:])) for part, length in lengths if length == best)
+        return Match(self, best, place) if best else None
 
     def followers(self, place: Place) -> list[Follower]:
         merged: dict[int, Follower] = {}
@@ -250,7 +241,6 @@ class SuffixDrafter(RetrievalDrafter):
         memory: of former requests; drafters of any number of threads may share it. A row's output is added when the
             row is removed.
         alpha: nodes drafted per token of a match.
-        min_match: the shortest match, in tokens.
     """
 
     name = "suffix"
@@ -292,15 +282,6 @@ class SuffixDrafter(RetrievalDrafter):
 
 _MEMORY_TOKENS = 1_000_000  # kept from earlier requests by default: 8 MB
 _MIN_MATCH = {"min_match": integer_option("min_match", 1)}
-
-
-def _alpha(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1000:
-        raise ConfigError(
-            f"draft_options: alpha must be above 0 and at most 1,000 (nodes for each matched token), found "
-            f"{shown(value)}: give a number such as 2.0"
-        )
-    return float(value)
 
 
 def _memory_file(value: Any) -> Path:
@@ -351,7 +332,7 @@ class Llma(DraftMethod):
 
 class Suffix(DraftMethod):
     options: ClassVar = {
-        "alpha": _alpha,
+        "alpha": number_option("alpha", 1000, "give the nodes for each matched token, such as 2.0"),
         "memory": _memory_file,
         "memory_tokens": integer_option("memory_tokens", 1000),
         **_MIN_MATCH,

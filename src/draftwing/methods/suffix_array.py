@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush, nlargest
 from itertools import count, pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,24 +57,11 @@ class Follower(NamedTuple):
     place: Any
 
 
-class TextIndex(Protocol):
-    """Texts in which places can be found."""
-
-    def followers(self, place: Any) -> Sequence[Follower]:
-        """Return the distinct tokens that follow at a place; none if every text ends there."""
-        ...
-
-
 @dataclass(frozen=True)
 class Match:
-    """A suffix of the sequence that occurs in ``texts``.
+    """A suffix of ``length`` tokens that occurs in ``texts``, an index, and the place after it."""
 
-    Attributes:
-        length: its number of tokens.
-        place: the place after it.
-    """
-
-    texts: TextIndex
+    texts: Any
     length: int
     place: Any
 
@@ -217,7 +204,7 @@ def grow_tree(root: int, match: Match, max_nodes: int, max_depth: int, width: in
     Args:
         root: the pending token.
         max_nodes: nodes besides the root.
-        width: the most children of a node; 1 is a chain.
+        width: the maximum number of children of a node; 1 is a chain.
     """
     tree, serial = ListTree([root]), count()
     candidates: list[tuple[float, int, int, int, float, Follower]] = []
@@ -272,7 +259,6 @@ class Store:
 
 
 def _dtypes(size: int) -> tuple[np.dtype[Any], np.dtype[Any]]:
-    """Return the types of the tokens and of the order of a part with ``size`` tokens."""
     return np.dtype("<i4"), np.dtype("<i4" if size < 2**31 else "<i8")
 
 
@@ -281,11 +267,7 @@ def _aligned(offset: int) -> int:
 
 
 def write_store(path: Path, parts: Sequence[SuffixArray], about: Mapping[str, Any]) -> None:
-    """Write a file; an existing one is replaced only once the new one is complete.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a file; an existing one is replaced only once the new one is complete. Raises OSError."""
     header = json.dumps({**about, "version": VERSION, "sizes": [len(part) for part in parts]}).encode()
     remove_leftovers(path)
     partial = partial_name(path)
@@ -397,12 +379,9 @@ def _damaged(path: Path, reason: str) -> CheckpointError:
 def check_tokenizer(
     path: Path, about: Mapping[str, Any], tokenizer: Tokenizer | None, vocab_size: int, fix: str
 ) -> None:
-    """Raise TokenizerError unless a file's ids are those of the target's tokenizer.
+    """Raise TokenizerError, ending in ``fix``, unless a file's ids are those of the target's tokenizer.
 
-    Args:
-        tokenizer: the target's; without one only the number of ids is compared.
-        vocab_size: the target's.
-        fix: ends the message.
+    Without a tokenizer only the number of ids is compared.
     """
     theirs, ours = about["vocab_hash"], "" if tokenizer is None else tokenizer.vocab_hash
     if (theirs and ours and theirs != ours) or about["vocab_size"] > vocab_size:
@@ -428,8 +407,7 @@ def check_new_datastore(folder: Path) -> None:
 def write_datastore(folder: Path, texts: SuffixArray, about: Mapping[str, Any]) -> Store:
     """Write a new folder, under another name until it is complete.
 
-    Args:
-        about: ``target``, ``vocab_hash``, ``vocab_size``, ``num_texts``, and any further fields.
+    ``about`` holds ``target``, ``vocab_hash``, ``vocab_size``, ``num_texts``, and any further fields.
 
     Raises:
         ConfigError: the folder exists.
@@ -453,11 +431,7 @@ def write_datastore(folder: Path, texts: SuffixArray, about: Mapping[str, Any]) 
 
 
 def read_datastore(folder: Path, *, whole: bool = False) -> Store:
-    """Open a datastore; see ``read_store``.
-
-    Raises:
-        CheckpointError: not a datastore, or a damaged one.
-    """
+    """Open a datastore; see ``read_store``. Raises CheckpointError if it is none, or damaged."""
     block = read_config(folder).get("draftwing")
     if not isinstance(block, dict) or block.get("kind") != DATASTORE_KIND:
         raise CheckpointError(f"{folder}: is no datastore: give a folder that `draftwing datastore build` has written")

@@ -83,7 +83,7 @@ class Parts:
 
 
 @dataclass(eq=False)
-class _PartNet:
+class PartNet:
     """A ``Net`` with the target's dtype, device, rotation and LM head."""
 
     net: TappedNet
@@ -110,7 +110,7 @@ class _PartNet:
 
 
 @dataclass(eq=False)
-class SubNet(_PartNet):
+class SubNet(PartNet):
     """Some ``parts`` of a decoder as a ``Net``, followed by its final norm and LM head.
 
     Attributes:
@@ -159,7 +159,7 @@ class SubNet(_PartNet):
 
 
 @dataclass(eq=False)
-class RestNet(_PartNet):
+class RestNet(PartNet):
     """The layers after the first ``count``: a network that reads the residual stream after these."""
 
     count: int
