@@ -36,7 +36,7 @@ def context_length(config: Any) -> int:
         factor, original = parameters.get("factor") or 1.0, parameters.get(_ORIGINAL)
         if rope_type(parameters) in ("linear", "dynamic"):
             lengths.append(int(positions * factor))
-        elif rope_type(parameters) in ("yarn", "longrope") and original:
+        elif rope_type(parameters) in ("yarn", "longrope") and original and original <= positions:
             lengths.append(int(original * factor))
     return max(lengths)
 
