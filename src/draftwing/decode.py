@@ -487,9 +487,9 @@ class Decoder:
 
     def _plan(self) -> tuple[Planner | None, Budget, Callable[[DraftTree], DraftTree] | None]:
         """The planner that learns from this step, the budget, and a function that changes the proposed trees."""
-        ctx, max_length, wanted = self.ctx, self.target.max_length, self._wanted
+        ctx, target, wanted = self.ctx, self.target, self._wanted
         rooms = [
-            min(row.prompt_length + max_tokens, max_length) - row.length - 1
+            min(row.prompt_length + max_tokens - row.length - 1, target.room(row.length))
             for row, max_tokens in zip(ctx.rows, self._max_tokens, strict=True)
         ]
         planner, budget = self._planner if self._skipped is None else None, self.budget
@@ -591,7 +591,7 @@ class Decoder:
         """Read up to ``stop``; of the last piece, returns the features that the drafter has not read yet."""
         row = prefill.row
         if not self.target.supports_pages:  # reads whole prompts only
-            features = self.target.prefill(ctx, row.tokens)
+            features = self.target.prefill(ctx, row.tokens, row.prompt_length)
             ctx.rows.pop()
         else:
             features = self.target.read(ctx, row, prefill.done, stop)

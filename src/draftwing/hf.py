@@ -187,7 +187,7 @@ class CustomGenerate:
         Warns:
             DraftwingWarning: the text was cut at the end of the model's context.
         """
-        from transformers import AutoTokenizer, StopStringCriteria
+        from transformers import StopStringCriteria
         from transformers.generation.utils import GenerateDecoderOnlyOutput
 
         processors, criteria = prepared.pop("logits_processor", ()), [*prepared.pop("stopping_criteria", ())]
@@ -204,7 +204,7 @@ class CustomGenerate:
                     "it to draftwing.custom_generate(..., tokenizer=tokenizer)"
                 )
             if isinstance(tokenizer, str | Path):
-                tokenizer = AutoTokenizer.from_pretrained(resolve(tokenizer))
+                tokenizer = Tokenizer(resolve(tokenizer)).pretrained
             strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
             criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=strings))
         setup = self._prepare(model)
@@ -299,8 +299,7 @@ def _check_inputs(inputs: Mapping[str, Any]) -> None:
     """Raise UnsupportedError for the first input that Draftwing does not support."""
     for name in CACHES:
         cache = inputs.get(name)
-        is_filled = cache is not None and hasattr(cache, "get_seq_length") and cache.get_seq_length() > 0
-        if is_filled or getattr(cache, "_is_user_defined", False):  # generate itself passes an empty one
+        if _is_filled(cache) or getattr(cache, "_is_user_defined", False):  # generate itself passes an empty one
             raise UnsupportedError(
                 f"generate's {name}: Draftwing has its own caches and does not read or fill others: leave it out and "
                 f"pass the whole text as input_ids"
@@ -311,6 +310,20 @@ def _check_inputs(inputs: Mapping[str, Any]) -> None:
                 f"generate's input {name}: Draftwing reads only input_ids and attention_mask: leave it out, or "
                 f"{_WITHOUT}"
             )
+
+
+def _is_filled(cache: Any) -> bool:
+    """True if a cache holds tokens. One without attention layers has no length."""
+    layers = getattr(cache, "layers", None)
+    if layers is None:
+        return cache is not None and (not hasattr(cache, "get_seq_length") or cache.get_seq_length() > 0)
+    return any(_has_tokens(layer) for layer in layers)
+
+
+def _has_tokens(layer: Any) -> bool:
+    state = getattr(layer, "has_previous_state", False)
+    has_state = any(state.values()) if isinstance(state, Mapping) else bool(state)
+    return has_state or (hasattr(layer, "get_seq_length") and layer.get_seq_length() > 0)
 
 
 def _read_prompts(input_ids: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> list[list[int]]:

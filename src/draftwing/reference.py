@@ -61,7 +61,7 @@ def generate(
 
     while True:
         # Propose: no deeper than what may still be emitted.
-        room = min(sampling.max_tokens - len(generated), target.max_length - len(row.tokens))
+        room = min(sampling.max_tokens - len(generated), target.room(row.length))
         shape = replace(budget, depth=min(budget.depth, room - 1)) if budget.paths is None else budget
         tree = drafter.propose(ctx, batch, shape)
         tree = tree.prune(ctx.tensor([room - 1]), room - 1) if tree.max_depth >= room else tree

@@ -4,7 +4,10 @@ Every row has its own cache. A tree is one forward with a 4D additive mask (eage
 an error) and explicit positions; commit gathers the kept entries. When a model is loaded, a small tree is compared with
 the model's own forward, and once more under a window of three tokens if the model has a window. That finds
 architectures that ignore the mask or the positions, or whose state cannot be rolled back; these are decoded without
-speculation.
+speculation, one token at a time.
+
+A few decoded tokens are compared with the model's own forward as well, with and without explicit positions, and at
+lengths at which RoPE changes its frequencies (``length_rope``). A model that never matches is refused.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from torch import Tensor
 
 from draftwing.errors import CheckpointError, DraftwingWarning, UnsupportedError
 from draftwing.formats.gguf_folder import link_of
+from draftwing.models import length_rope
 from draftwing.models.context import NO_FEATURES, Context, FeatureSpec, Row, TargetOutput, own_context
 from draftwing.models.linear import Embedding, Linear
 from draftwing.models.target import Target
@@ -28,22 +32,38 @@ from draftwing.models.weights import check_finite
 from draftwing.noise import AcceptArgs
 from draftwing.tree import PAD, Accepted, DraftTree
 
-# Names of the cache in transformers: since 5.24, before that, and of state-space models before that.
-CACHES = ("cache", "past_key_values", "cache_params")
+# Names of the cache in transformers: since 5.24, before that, of state-space models before that, and of RWKV.
+CACHES = ("cache", "past_key_values", "cache_params", "state")
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _CACHE_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")  # which hold nothing but keys and values
 _NARROW_WINDOW, _NUM_SIBLINGS = 3, 24
+_NUM_STEPS = 3  # decoded in a check
+_NEAR, _FAR = 4, 1 << 20  # limits of RoPE that a check crosses, and that it does not
 # Relative to the largest logit. Even a float64 model may compute its norms or its attention in float32.
 _TOLERANCES = {torch.bfloat16: 0.05, torch.float16: 0.02}
 
 
 @dataclass
-class AdapterContext(Context):
-    """Rows, the transformers cache of each, and the number of tokens in it."""
+class RowCache:
+    """The transformers cache of a row.
 
-    caches: list[Any] = field(default_factory=list)
-    cached: list[int] = field(default_factory=list)
+    Attributes:
+        cache: None before the first token.
+        num_read: tokens in it, if it cannot be cropped; None after a forward that failed, which may have changed it.
+        last: logits (1, 1, V) and features of the last token, if it cannot be cropped.
+    """
+
+    cache: Any
+    num_read: int | None
+    last: TargetOutput | None = None
+
+
+@dataclass
+class AdapterContext(Context):
+    """Rows, and the cache of each."""
+
+    caches: list[RowCache] = field(default_factory=list)
 
 
 class AdapterTarget(Target):
@@ -62,16 +82,19 @@ class AdapterTarget(Target):
     def __init__(self, model: Any, name: str | None = None) -> None:
         self.model = model.eval()
         self.name = name or type(model).__name__
-        self._config = config = model.config.get_text_config()
+        try:
+            self._config = config = model.config.get_text_config()
+        except ValueError as error:  # several texts, such as a prompt and codes of audio
+            raise UnsupportedError(f"{self.name}: it is no causal LM ({error}): choose another model") from error
         head = model.get_output_embeddings()
-        if head is None:
+        if head is None or not hasattr(head, "weight"):
             raise UnsupportedError(
                 f"{self.name}: it has no output embedding, so it is no causal LM: choose another model"
             )
         self.vocab_size = head.weight.shape[0]
         self.dtype, self.device = head.weight.dtype, head.weight.device
         self.hidden_size, self.num_layers = config.hidden_size, config.num_hidden_layers
-        self.max_length = int(getattr(config, "max_position_embeddings", 0) or getattr(config, "n_positions", 1 << 20))
+        self.max_length = length_rope.context_length(config) - _num_reserved_positions(model)
         eos = getattr(config, "eos_token_id", None)
         self.eos_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
         self._layer_types: list[str] = list(getattr(config, "layer_types", None) or [])
@@ -81,9 +104,10 @@ class AdapterTarget(Target):
         # The logits of a prompt are not used, and for a long one they are larger than the model.
         keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._prefill_options: dict[str, Any] = {"logits_to_keep": 1} if keeps else {}
+        self._rope = length_rope.LengthRope(model)
         self._cache_name, cache = self._native_cache()
-        self.reason = self._why_no_trees(cache)
-        self.supports_trees = self.reason is None
+        self._rereads = self._drops_cache()
+        self.reason = self._choose(cache)
         if self.reason is not None:
             warnings.warn(
                 f"{self.name}: {self.reason}; it is decoded without speculation", DraftwingWarning, stacklevel=2
@@ -150,45 +174,90 @@ class AdapterTarget(Target):
         return AdapterContext(self.device, features=features)
 
     @torch.inference_mode()
-    def prefill(self, ctx: Context, prompt_ids: Sequence[int]) -> Tensor | None:
+    def prefill(self, ctx: Context, prompt_ids: Sequence[int], prompt_length: int | None = None) -> Tensor | None:
         ctx = own_context(ctx, AdapterContext)
         self.check_prompt(prompt_ids)
-        ids, cache, taps, features = list(prompt_ids), self._new_cache(), None, ctx.features
-        if len(ids) > 1:
-            inputs = torch.tensor([ids[:-1]], device=self.device)
-            output = self._run(inputs, cache, features, **self._prefill_options)
-            cache, taps = getattr(output, self._cache_name), _taps(output, features)
-        elif features.taps:
-            taps = torch.zeros(1, 0, self.hidden_size * len(features.taps), dtype=self.dtype, device=self.device)
-        ctx.rows.append(Row(ids, len(ids) - 1, len(ids)))
+        ids, taps = list(prompt_ids), None
+        row = Row(ids, len(ids) - 1, prompt_length or len(ids))
+        cache, features = self._read(row, len(ids) - self._drops_last(row), ctx.features)
+        if ctx.features.taps:
+            width = self.hidden_size * len(ctx.features.taps)
+            empty = torch.zeros(1, 0, width, dtype=self.dtype, device=self.device)
+            taps = torch.cat([empty, *features], 1)[:, : row.length]
+        ctx.rows.append(row)
         ctx.caches.append(cache)
-        ctx.cached.append(len(ids) - 1)
         return taps
+
+    def room(self, length: int) -> int:
+        """See ``Target.room``. No step crosses a length at which RoPE changes."""
+        return int(min(super().room(length), self._rope.end_of_forward(length) - length))
+
+    def _drops_last(self, row: Row) -> int:
+        """1 if a row's pending token is not read with the others, else 0.
+
+        It is read again in the first step, unless it cannot be. If RoPE changes with the length, a prompt is read as a
+        whole, since its length decides about its frequencies.
+        """
+        is_prompt = row.prompt_length == len(row.tokens)
+        return int(self.supports_trees and not (self._rope and is_prompt))
+
+    def _read(self, row: Row, stop: int, features: FeatureSpec) -> tuple[RowCache, list[Tensor]]:
+        """Read a row's tokens before ``stop`` into a new cache; also returns their features.
+
+        The prompt is one forward, and later tokens are rotated as if each had come alone.
+        """
+        state, taps, start = RowCache(self._new_cache(), 0), list[Tensor](), 0
+        end = stop if self._rereads else min(row.prompt_length, stop)
+        while start < stop:
+            ids = torch.tensor([row.tokens[start:end]], device=self.device)
+            output = self._run(ids, state.cache, features, start, **self._prefill_options)
+            state = RowCache(getattr(output, self._cache_name), end, self._last(output, features))
+            if features.taps:
+                taps.append(_taps(output, features))
+            start, end = end, int(min(self._rope.end_of_forward(end), stop))
+        return state, taps
+
+    def _last(self, output: Any, features: FeatureSpec) -> TargetOutput:
+        """The output for the last token alone."""
+        taps = _taps(output, features)
+        return TargetOutput(output.logits[:, -1:], None if taps is None else taps[:, -1:])
 
     @torch.inference_mode()
     def forward(self, ctx: Context, tree: DraftTree, accept: AcceptArgs | None = None) -> TargetOutput:
         ctx = own_context(ctx, AdapterContext)
-        outputs: list[Any] = []
-        for row, length in enumerate(ctx.lengths):
-            tokens, options = tree.tokens[row : row + 1].clamp(min=0), dict[str, Any]()
-            if self.supports_trees:
-                if ctx.cached[row] > length:  # drop the entries of a step that failed
-                    for layer in ctx.caches[row].layers:
-                        layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
-                masks = self._masks(tree.ancestors[row], tree.depths[row], length)
-                options = {"attention_mask": masks, "position_ids": length + tree.depths[row : row + 1]}
-            elif tree.num_nodes > 1 or ctx.cached[row] != length:
-                what = "a tree was drafted" if tree.num_nodes > 1 else "a step before this one failed"
-                raise UnsupportedError(
-                    f"{self.name}: {what}, but {self.reason}: decode without speculation with draft='none', and after "
-                    f"an error admit its requests to a new decoder"
-                )
-            output = self._run(tokens, ctx.caches[row], ctx.features, **options)
-            ctx.caches[row] = getattr(output, self._cache_name)
-            ctx.cached[row] = length + tree.num_nodes
-            outputs.append(output)
-        taps = [tap for output in outputs if (tap := _taps(output, ctx.features)) is not None]
+        if tree.num_nodes > 1 and not self.supports_trees:
+            raise UnsupportedError(
+                f"{self.name}: a tree was drafted, but {self.reason}: decode without speculation with draft='none'"
+            )
+        outputs = [self._forward_row(ctx, tree, index) for index in range(ctx.num_rows)]
+        taps = [output.features for output in outputs if output.features is not None]
         return TargetOutput(torch.cat([output.logits for output in outputs]), torch.cat(taps) if taps else None)
+
+    def _forward_row(self, ctx: AdapterContext, tree: DraftTree, index: int) -> TargetOutput:
+        row, features = ctx.rows[index], ctx.features
+        length, state = row.length, ctx.caches[index]
+        if self._rereads and length in self._rope.switches:
+            state = ctx.caches[index] = self._read(row, length + 1, features)[0]
+        if self.supports_trees:
+            _crop(state.cache, length)  # also the entries of a step that failed
+            masks = self._masks(tree.ancestors[index], tree.depths[index], length)
+            positions = length + tree.depths[index : index + 1]
+            tokens = tree.tokens[index : index + 1].clamp(min=0)
+            output = self._run(tokens, state.cache, features, attention_mask=masks, position_ids=positions)
+            return TargetOutput(output.logits, _taps(output, features))
+        # The pending token may have been read already: with the prompt, or in a step that failed later.
+        if state.num_read not in (length, length + 1):
+            state = ctx.caches[index] = self._read(row, length + 1, features)[0]
+        elif state.num_read == length:
+            state.num_read = None
+            output = self._run(tree.tokens[index : index + 1], state.cache, features, length)
+            state.cache, state.last, state.num_read = (
+                getattr(output, self._cache_name),
+                self._last(output, features),
+                length + 1,
+            )
+        assert state.last is not None
+        return state.last
 
     @torch.no_grad()
     def score(self, ids: Tensor, features: FeatureSpec = NO_FEATURES) -> TargetOutput:
@@ -204,13 +273,12 @@ class AdapterTarget(Target):
         for row, (length, path) in enumerate(zip(ctx.lengths, accepted.path.tolist(), strict=True)):
             kept = [length + node for node in path if node != PAD]
             slots = ctx.tensor([*range(length), *kept])
-            for layer in ctx.caches[row].layers:
+            for layer in ctx.caches[row].cache.layers:
                 layer.keys, layer.values = layer.keys.index_select(2, slots), layer.values.index_select(2, slots)
-            ctx.cached[row] = length + len(kept)
 
     def remove(self, ctx: Context, row: int) -> None:
         ctx = own_context(ctx, AdapterContext)
-        columns: tuple[list[Any], ...] = (ctx.rows, ctx.caches, ctx.cached)
+        columns: tuple[list[Any], ...] = (ctx.rows, ctx.caches)
         for column in columns:
             column[row] = column[-1]
             column.pop()
@@ -225,7 +293,13 @@ class AdapterTarget(Target):
 
         return DynamicCache()
 
-    def _run(self, ids: Tensor, cache: Any, features: FeatureSpec = NO_FEATURES, **options: Any) -> Any:
+    def _run(
+        self, ids: Tensor, cache: Any, features: FeatureSpec = NO_FEATURES, start: int | None = None, **options: Any
+    ) -> Any:
+        """A forward of tokens (B, T), the first of which has the position ``start`` in its text."""
+        self._rope.reset()
+        if start is not None and self._positioned:
+            options["position_ids"] = torch.arange(start, start + ids.shape[1], device=self.device)[None]
         if features.taps:
             options["output_hidden_states"] = True
         if cache is not None:
@@ -250,7 +324,7 @@ class AdapterTarget(Target):
             return additive(full if types == {"full_attention"} else windowed)
         return {"full_attention": additive(full), "sliding_attention": additive(windowed)}
 
-    # --- does the model support trees? -----------------------------------------------------------------------------
+    # --- what does the model support? ------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def _native_cache(self) -> tuple[str, Any]:
@@ -275,6 +349,76 @@ class AdapterTarget(Target):
 
     def _tokens(self, count: int) -> list[int]:
         return [(7 * i + 3) % self.vocab_size for i in range(count)]
+
+    def _drops_cache(self) -> bool:
+        """True if ``generate`` reads the text again when LongRoPE changes to its long factors, as Phi-3's does."""
+        try:
+            return any(length_rope.drops_cache(self.model, self._cache_name, limit) for limit in self._rope.switches)
+        except Exception as error:  # an unknown model may raise anything
+            raise UnsupportedError(
+                f"{self.name}: generate cannot be examined at the length at which its RoPE changes "
+                f"({type(error).__name__}: {error}): try another version of transformers"
+            ) from error
+
+    def _choose(self, cache: Any) -> str | None:
+        """Choose how to decode so that logits are those of the model's own forward.
+
+        Returns:
+            The reason why trees are not supported, or None.
+
+        Raises:
+            UnsupportedError: nothing matches.
+        """
+        self._positioned = self.supports_trees = True
+        with self._rope.limited_to(_FAR):
+            reason = self._why_no_trees(cache)
+            if reason is None and not self._is_decoding_exact():
+                reason = "its cached keys cannot be rolled back"
+            if reason is None:
+                return None
+            self.supports_trees = False
+            for self._positioned in (True, False):
+                if self._is_decoding_exact():
+                    return reason
+        raise UnsupportedError(
+            f"{self.name}: decoded one token at a time, it does not have the logits of its own forward over the whole "
+            f"text, so no decoding would be exact (is it an encoder, or does it need further inputs?): choose another "
+            f"model, or use transformers' own generate"
+        )
+
+    def _is_decoding_exact(self) -> bool:
+        """True if a few decoded tokens have the logits of the model's own forward, also beyond a change of RoPE."""
+        try:
+            if not self._matches(3, _NUM_STEPS):
+                return False
+            if not self._rope:
+                return True
+            # generate keeps the keys of earlier tokens, unlike a forward of the whole text, unless it drops its cache.
+            with self._rope.limited_to(_NEAR):
+                prompts = all(self._matches(length, 1) for length in (_NEAR, _NEAR + 1, _NEAR + 2))
+                return prompts and (not self._rereads or self._matches(_NEAR - 1, _NUM_STEPS))
+        except Exception:  # an unknown model may raise anything
+            return False
+
+    @torch.inference_mode()
+    def _matches(self, num_prompt: int, num_steps: int) -> bool:
+        ids, ctx = self._tokens(num_prompt + num_steps), self.new_context()
+        self.prefill(ctx, ids[:num_prompt])
+        for length in range(num_prompt, num_prompt + num_steps):
+            row = ctx.rows[0]
+            logits = self.forward(ctx, ctx.roots()).logits[0, -1]
+            if not self._is_close(logits, ids[:length]):
+                return False
+            row.tokens.append(ids[length])
+            row.length += 1
+        return True
+
+    def _is_close(self, logits: Tensor, ids: Sequence[int]) -> bool:
+        """True if these are the logits after ``ids`` in the model's own forward."""
+        self._rope.reset()
+        expected = self.model(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0, -1].double()
+        error = float((expected - logits).abs().max() / expected.abs().max().clamp(min=1.0))
+        return error <= _TOLERANCES.get(self.dtype, 3e-4)  # False for NaN
 
     def _why_no_trees(self, cache: Any) -> str | None:
         """None if a branching tree gives the logits of the model's own forward, otherwise the reason why not."""
@@ -316,13 +460,22 @@ class AdapterTarget(Target):
         ctx = self.new_context()
         self.prefill(ctx, prompt)
         logits = self.forward(ctx, tree).logits[0]
-        for node, path in ((0, []), (1, [0]), (last, [last - 1]), (last + 1, [last - 1, last])):
-            ids = torch.tensor([[*prompt, *(drafts[i] for i in path)]], device=self.device)
-            expected = self.model(input_ids=ids, use_cache=False).logits[0, -1].double()
-            error = float((expected - logits[node]).abs().max() / expected.abs().max().clamp(min=1.0))
-            if not error <= _TOLERANCES.get(self.dtype, 3e-4):  # also false for NaN
-                return False
-        return True
+        paths: dict[int, list[int]] = {0: [], 1: [0], last: [last - 1], last + 1: [last - 1, last]}
+        return all(self._is_close(logits[node], [*prompt, *(drafts[i] for i in path)]) for node, path in paths.items())
+
+
+def _crop(cache: Any, length: int) -> None:
+    """Keep the first ``length`` entries of every layer."""
+    for layer in cache.layers:
+        if layer.keys is not None and layer.keys.shape[2] > length:
+            layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
+
+
+def _num_reserved_positions(model: Any) -> int:
+    """Entries of RoBERTa's position table that no text uses: positions are counted from behind the padding's."""
+    size, words = getattr(model.config, "max_position_embeddings", None), model.get_input_embeddings()
+    tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding) and module is not words]
+    return max((t.padding_idx + 1 for t in tables if t.num_embeddings == size and t.padding_idx is not None), default=0)
 
 
 def _taps(output: Any, features: FeatureSpec) -> Tensor | None:

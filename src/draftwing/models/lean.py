@@ -357,11 +357,11 @@ class LeanTarget(Target):
         return ctx
 
     @inference
-    def prefill(self, ctx: Context, prompt_ids: Sequence[int]) -> Tensor | None:
+    def prefill(self, ctx: Context, prompt_ids: Sequence[int], prompt_length: int | None = None) -> Tensor | None:
         """See ``Target.prefill``. In chunks, one row at a time, so that its bits do not depend on other rows."""
         self.check_prompt(prompt_ids)
         ids = list(prompt_ids)
-        row = Row(ids, len(ids) - 1, len(ids))
+        row = Row(ids, len(ids) - 1, prompt_length or len(ids))
         features = self.read(ctx, row, 0, row.length)
         ctx.rows.append(row)
         return features

@@ -124,12 +124,19 @@ class Target(ABC):
         """An empty context, whose forwards return these hidden states."""
 
     @abstractmethod
-    def prefill(self, ctx: Context, prompt_ids: Sequence[int]) -> Tensor | None:
+    def prefill(self, ctx: Context, prompt_ids: Sequence[int], prompt_length: int | None = None) -> Tensor | None:
         """Add a row at the end: cache all of the prompt but its last token, which becomes pending.
+
+        Args:
+            prompt_length: the number of tokens of the prompt itself, if the others were generated after it.
 
         Returns:
             (1, T - 1, F) features of the cached tokens if the context requests them, else None.
         """
+
+    def room(self, length: int) -> int:
+        """Return the number of tokens that the next step may emit for a row of ``length`` committed tokens."""
+        return self.max_length - length - 1
 
     def read(self, ctx: Context, row: Row, start: int, stop: int) -> Tensor | None:
         """Read the tokens from ``start`` to before ``stop`` of a row that will be added to the context.

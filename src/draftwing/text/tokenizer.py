@@ -17,6 +17,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
 from draftwing.errors import ConfigError, DraftwingError, PromptError, TokenizerError
@@ -26,6 +27,8 @@ from draftwing.text.prompts import check_text
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 _BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
+# Attributes of transformers' tokenizers that name a special token.
+_NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _LOADING = threading.Lock()  # two threads cannot import transformers at once
 
 
@@ -44,7 +47,13 @@ class Tokenizer:
         file = folder / "tokenizer.json"
         self._slow: Any = None
         try:
-            self.fast = FastTokenizer.from_file(str(file)) if file.exists() else self._transformers.backend_tokenizer
+            if file.exists():
+                self.fast = FastTokenizer.from_file(str(file))
+                self.fast.add_tokens(self._tokens_to_add())
+            else:
+                self.fast = self.pretrained.backend_tokenizer
+        except TokenizerError:
+            raise
         except Exception as error:  # both libraries raise bare Exceptions and many kinds of errors
             raise TokenizerError(
                 f"{folder}: no tokenizer can be read from this folder ({error}): put the model's tokenizer.json next "
@@ -60,15 +69,42 @@ class Tokenizer:
         return wrapper
 
     @property
-    def _transformers(self) -> Any:
-        """The tokenizer of transformers, loaded at first use: the import takes seconds."""
+    def pretrained(self) -> Any:
+        """The tokenizer of transformers, loaded at first use: the import takes seconds.
+
+        Raises:
+            TokenizerError: transformers cannot load it.
+        """
         if self._slow is None:
             with _LOADING:
                 if self._slow is None:
-                    from transformers import AutoTokenizer
-
-                    self._slow = AutoTokenizer.from_pretrained(self.folder)
+                    self._slow = _pretrained(self.folder)
         return self._slow
+
+    def _tokens_to_add(self) -> list[AddedToken]:
+        """Tokens that only tokenizer_config.json and older files next to it name, in transformers' order."""
+        known = {repr(token) for token in self.fast.get_added_tokens_decoder().values()}
+        names = {token.content for token in self.fast.get_added_tokens_decoder().values()}
+        config, listed = dict(self._config), dict[int, AddedToken]()
+        if "added_tokens_decoder" in config:
+            listed = {int(index): _added_token(token) for index, token in config["added_tokens_decoder"].items()}
+        else:
+            config |= self._read_json("special_tokens_map.json")
+            special = {_added_token(value).content for key, value in config.items() if key in _NAMED and value}
+            for content, index in self._read_json("added_tokens.json").items():
+                is_special = content in special
+                listed[index] = AddedToken(content, normalized=not is_special, special=is_special)
+        tokens = [token for _, token in sorted(listed.items(), key=lambda item: item[0]) if repr(token) not in known]
+        names.update(token.content for token in tokens)
+        extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+        own = [value for key, value in config.items() if key.endswith("_token") and key not in _NAMED]
+        named = [*(config.get(name) for name in _NAMED), *(value for value in own if isinstance(value, str | dict))]
+        for value in [*named, *(extra.values() if isinstance(extra, dict) else extra)]:
+            token = _added_token(value) if value else None
+            if token is not None and token.content not in names:
+                names.add(token.content)
+                tokens.append(token)
+        return tokens
 
     @property
     def has_chat_template(self) -> bool:
@@ -77,12 +113,15 @@ class Tokenizer:
 
     @cached_property
     def _config(self) -> dict[str, Any]:
-        file = self.folder / "tokenizer_config.json"
+        return self._read_json("tokenizer_config.json")
+
+    def _read_json(self, name: str) -> dict[str, Any]:
+        file = self.folder / name
         try:
-            config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+            content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         except (OSError, ValueError) as error:
             raise TokenizerError(f"{file}: not readable as JSON ({error}): download it again") from error
-        return config if isinstance(config, dict) else {}
+        return content if isinstance(content, dict) else {}
 
     @cached_property
     def vocab_hash(self) -> str:
@@ -94,20 +133,28 @@ class Tokenizer:
         """Return the ids of a prompt, with special tokens. Raises PromptError if it is empty or cannot be encoded."""
         if not text:
             raise PromptError("the prompt is empty: give some text to continue")
-        return list(self.fast.encode(check_text(text)).ids)
+        return self._encode(text, add_special_tokens=True)
 
     def encode_plain(self, text: str) -> list[int]:
         """Return the ids of a part of a text, without special tokens. Raises PromptError if it cannot be encoded."""
-        return list(self.fast.encode(check_text(text), add_special_tokens=False).ids)
+        return self._encode(text, add_special_tokens=False)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # A training script may have left both in tokenizer.json; transformers resets them before every call, too.
+        if self.fast.truncation is not None:
+            self.fast.no_truncation()
+        if self.fast.padding is not None:
+            self.fast.no_padding()
+        return list(self.fast.encode(check_text(text), add_special_tokens=add_special_tokens).ids)
 
     def template_reads(self, name: str) -> bool:
         """Return True if the chat template uses a variable, such as ``tools``."""
-        return re.search(rf"\b{re.escape(name)}\b", str(self._transformers.chat_template or "")) is not None
+        return re.search(rf"\b{re.escape(name)}\b", str(self.pretrained.chat_template or "")) is not None
 
     @cached_property
     def template_options(self) -> frozenset[str]:
         """Names of options of ``apply_chat_template``, which cannot be variables of a template."""
-        return frozenset(inspect.signature(self._transformers.apply_chat_template).parameters)
+        return frozenset(inspect.signature(self.pretrained.apply_chat_template).parameters)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """Return the ids of a dialogue through the chat template, ready for the assistant's turn.
@@ -124,7 +171,7 @@ class Tokenizer:
             raise TokenizerError(f"{self.folder}: this tokenizer has no chat template: prompt it with plain text")
         options = {"add_generation_prompt": True, **variables, "tokenize": False}
         try:
-            text = self._transformers.apply_chat_template([dict(message) for message in messages], **options)
+            text = self.pretrained.apply_chat_template([dict(message) for message in messages], **options)
         except Exception as error:  # jinja errors, and whatever the template itself raises
             raise TokenizerError(f"{self.folder}: the chat template refuses these messages: {error}") from error
         return self.encode_plain(str(text))
@@ -168,6 +215,28 @@ class Tokenizer:
             f"draft model {name} has another tokenizer than the target ({detail}): a draft model must share the "
             f"target's; choose another, or draft='lookup'"
         )
+
+
+def _pretrained(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        # Without an explicit False, transformers asks on stdin whether to run the folder's own code.
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds of errors, and what its backends raise
+        reason = " ".join(str(error).split())
+        raise TokenizerError(
+            f"{folder}: transformers cannot load this tokenizer ({reason}): download its files again. A tokenizer that "
+            f"needs Python code of its folder is not supported"
+        ) from error
+
+
+def _added_token(value: Any) -> AddedToken:
+    """A token as tokenizer_config.json writes it: a string, or an object with ``content``."""
+    if isinstance(value, str):
+        return AddedToken(value, special=True)
+    flags = {name: bool(value[name]) for name in ("single_word", "lstrip", "rstrip", "normalized") if name in value}
+    return AddedToken(str(value["content"]), special=bool(value.get("special", False)), **flags)
 
 
 _BROKEN = "\ufffd"  # decoders write it for bytes that are no character, or not yet

@@ -284,7 +284,7 @@ class DialogueEncoder:
     def __init__(self, tokenizer: Tokenizer, max_length: int, settings: Mapping[str, Any] = FIXED_SETTINGS) -> None:
         self._tokenizer, self._max_length, self._settings = tokenizer, max_length, dict(settings)
         self.bare = bare_tokenizer(tokenizer)
-        inner, whole = self.bare.encode("a").ids, tokenizer.fast.encode("a").ids
+        inner, whole = self.bare.encode("a").ids, tokenizer.encode("a")
         start = next((i for i in range(len(whole)) if whole[i : i + len(inner)] == inner), 0)
         self.prefix = tuple(whole[:start])
         self.skipped: Counter[str] = Counter()
@@ -378,7 +378,7 @@ class DialogueEncoder:
         return whole, spans
 
     def _by_marks(self, messages: Sequence[Message], *, ready: bool = False) -> tuple[str, list[Span]] | None:
-        template = self._chat.get_chat_template()
+        template = self._tokenizer.pretrained.get_chat_template()
         if not GENERATION_MARK.search(template):
             return None
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -388,20 +388,16 @@ class DialogueEncoder:
             chat_template=template,
             return_assistant_tokens_mask=True,
             add_generation_prompt=ready,
-            **{**self._chat.special_tokens_map, **self._settings},
+            **{**self._tokenizer.pretrained.special_tokens_map, **self._settings},
         )
         (text,), (spans,) = rendered
         return (text, spans) if spans else None
 
     def _render(self, messages: Sequence[Message], *, ready: bool = False) -> str:
-        options = {"tokenize": False, "add_generation_prompt": ready, **self._settings}
-        return str(self._chat.apply_chat_template(list(messages), **options))
-
-    @cached_property
-    def _chat(self) -> Any:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(self._tokenizer.folder)
+        rendered = self._tokenizer.pretrained.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=ready, **self._settings
+        )
+        return str(rendered)
 
     def _mark(self, encoding: Encoding, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
         """Return ids and mask: a token counts if all of its characters lie in one span."""
