@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from functools import cache, partial
+from functools import partial
 from itertools import product
 
 import pytest
@@ -17,16 +17,11 @@ from draftwing.models.lean import LeanTarget
 from draftwing.models.paged import PAGE, PageTable, Prefixes
 from draftwing.runtime.graphs import Recorder
 from draftwing.sampling import Sampling
-from test_exact import DRAFTERS, FUSED, Lab
+from test_exact import DRAFTERS, FUSED
 
 VOCAB = SMALL["vocab_size"]
 FAMILIES = tuple(name for name in ("llama", "kernel") if name == "llama" or name in FUSED)
 NAMES = ("none", "lookup-tree", "eagle1-rule", "eagle3-dynamic", "lm-tree")
-
-
-@pytest.fixture(scope="module")
-def lab(folder_of, tmp_path_factory):
-    return cache(lambda family: Lab(family, folder_of, tmp_path_factory))
 
 
 def engine_of(here, name, pages=30, max_batch=4):
@@ -57,7 +52,7 @@ def decoded(own, prompt, temperature=0.0, max_tokens=24):
 
 def shape_of(request):
     """What was drafted and kept of it, step by step."""
-    return [(row.num_drafted, row.num_accepted, row.depth) for row, _ in request._steps.values()]
+    return [(row.num_drafted, row.num_accepted, row.depth) for row in request.rows]
 
 
 def cases(*few):
@@ -269,7 +264,7 @@ def test_what_a_head_has_not_read_is_not_kept(lab):
     lazy = own.submit(prompt, Sampling(max_tokens=80, ignore_eos=True), speculation="none")
     own.run()
     own.check()
-    assert len(own.decoder.pages.prefixes._keys) == 1  # of the prompt: its last entry waits for the token behind it
+    assert len(own.decoder.pages.prefixes) == 1  # of the prompt: its last entry waits for the token behind it
     request, found = decoded(own, [*prompt, *lazy.token_ids])
     fresh, _ = decoded(engine_of(here, "eagle3-dynamic"), [*prompt, *lazy.token_ids])
     assert found == PAGE
