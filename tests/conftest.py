@@ -37,9 +37,8 @@ transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 # In the background of a script interrupts are ignored, and what is started from there ignores them too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-measure.CONFIG = dataclasses.replace(
-    measure.CONFIG, seconds=0.25
-)  # what a step takes need not be known well: many tests load a pair that none did before
+# Many tests load a new pair: what its steps take need not be known well.
+measure.CONFIG = dataclasses.replace(measure.CONFIG, seconds=0.05)
 torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it does, and far more on a busy machine
 
 

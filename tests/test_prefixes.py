@@ -205,10 +205,11 @@ def test_positions_that_depend_on_the_prompt_share_nothing(folder_of):
     own = Engine(Decoder(target, kv_memory=num_bytes, max_batch=2), max_batch=2)
     prompt, sampling = text(3, 70), Sampling(max_tokens=12, ignore_eos=True)
     for _ in range(2):
+        own.submit(text(4, 5), sampling)
         request, alone = own.submit(prompt, sampling), Engine(dw.Decoder(target))
-        own.step()
-        own.decoder.preempt(request)
-        own._waiting.append(request)
+        while own.num_running < 2:
+            own.step()
+        assert own.preempt()  # the younger one
         own.run()
         one = alone.submit(prompt, sampling)
         alone.run()
