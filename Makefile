@@ -23,8 +23,9 @@ setup: $(READY)  ## Create .venv with everything needed.
 demo: $(READY)  ## A chat model answers three questions with and without drafts: the same text, and the speed of each.
 	$(BIN)/draftwing demo --quantize int8
 
-# One worker per processor; a file stays on one worker, since its tests share fixtures.
-PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
+# One worker per processor. Each runs tests in order, so that those of a file share fixtures; one that has no more
+# takes half of what another has left.
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
 test: $(READY)  ## Run the test suite, some minutes on two cores.
 	$(PYTEST)

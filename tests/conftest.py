@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +37,21 @@ transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 # In the background of a script interrupts are ignored, and what is started from there ignores them too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-measure.CONFIG = dataclasses.replace(
-    measure.CONFIG, seconds=0.25
-)  # what a step takes need not be known well: many tests load a pair that none did before
+# Many tests load a new pair: what its steps take need not be known well.
+measure.CONFIG = dataclasses.replace(measure.CONFIG, seconds=0.05)
 torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it does, and far more on a busy machine
+
+
+runs_full = False  # tests marked ``full`` can be selected; if not, the largest products are not even collected
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    global runs_full
+    runs_full = config.option.markexpr != "not full"
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # modules and tests stay: a garbage collection need not look at them
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -53,6 +66,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(len(may_use(0)) if may_use else os.cpu_count() or 1, 8)
 
 
+PROCESS_SECONDS = 900  # for a process that ends by itself: beside 30 others, imports alone may take minutes
 SMALL: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -135,6 +149,14 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[key]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def lab(folder_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """``lab("kernel")``: a target, heads trained for it, and its texts; made on first use, for tests of any file."""
+    from test_exact import Lab
+
+    return cache(lambda family: Lab(family, folder_of, tmp_path_factory))
 
 
 def float64_norms(model: Any) -> Any:

@@ -6,7 +6,9 @@ import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, product
 
-Case = tuple[str, ...]
+import pytest
+
+Case = tuple[object, ...]
 Group = tuple[str, ...]
 
 
@@ -22,7 +24,7 @@ def parts(case: Case, names: Sequence[str], groups: Iterable[Group]) -> Iterator
         yield group, tuple(values[name] for name in group)
 
 
-def cover(factors: Mapping[str, Sequence[str]], groups: Sequence[Group]) -> list[Case]:
+def cover(factors: Mapping[str, Sequence[object]], groups: Sequence[Group]) -> list[Case]:
     """Cases, one value of each factor, that together hold every combination of values of every group.
 
     Greedy: the case that covers the most that is not covered yet comes next, the first in the order of the product
@@ -50,3 +52,11 @@ def cover(factors: Mapping[str, Sequence[str]], groups: Sequence[Group]) -> list
         chosen.append(cases[index])
         missing &= ~masks[index]
     return chosen
+
+
+def pairs(factors: Mapping[str, Sequence[object]]) -> list[object]:
+    """The full product as parameters of a test; all but cases that together hold every pair are marked ``full``."""
+    chosen = set(cover(factors, groups_of(factors, 2)))
+    return [
+        pytest.param(*case, marks=() if case in chosen else pytest.mark.full) for case in product(*factors.values())
+    ]

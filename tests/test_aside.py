@@ -172,10 +172,11 @@ def test_a_drafter_that_costs_next_to_nothing_or_remembers_is_always_there(targe
         assert not planner.asked
 
 
-def test_lone_texts_of_an_lm_are(target):
+def test_lone_texts_of_an_lm_are(target, monkeypatch):
     """By ``stream``, and by ``generate`` of one prompt; not several at once."""
+    planner = Passing()
+    monkeypatch.setattr("draftwing.lm.planner_for", lambda *_: planner)
     lm = dw.LM(target, None, lambda: CausalLMDrafter(target, VOCAB))
-    lm._planner = planner = Passing()
     sampling = Sampling(max_tokens=3, seed=0)
     list(lm.stream(PROMPTS[0], sampling))
     lm.generate([PROMPTS[0]], sampling)

@@ -26,7 +26,7 @@ from draftwing.methods.net_drafter import EagleDrafter
 from draftwing.models.context import Context, Row
 from draftwing.runtime.tree_builder import RuledTrees
 from draftwing.tree import PAD, Accepted, DraftTree
-from test_exact import MAX_TOKENS, PROMPTS, VOCAB, lab, run  # noqa: F401  # lab is a fixture
+from test_exact import MAX_TOKENS, PROMPTS, VOCAB, run
 
 # Seconds relative to a baseline step: nodes nearly free, as with weights read from memory; int8; 4-bit weights.
 MEMORY = Costs(
@@ -568,7 +568,9 @@ CHURN = {"rows": (0, 1, 2, 1, 0), "joins": (0, 0, 2, 3, 5), "leaves": {0: 2, 2: 
 
 
 def decode_with(monkeypatch, planner: Planner, *args, **named):
-    """``test_exact.run``, with a planner."""
+    """``test_exact.run``, with a planner that sees every step take a millisecond."""
+    observe = planner.observe
+    monkeypatch.setattr(planner, "observe", lambda *step: observe(*step[:-1], 0.001))
     monkeypatch.setattr(test_exact, "Decoder", partial(Decoder, planner=planner))
     try:
         return run(*args, **named)
@@ -603,7 +605,7 @@ def check_churn(here, kind, maker, planner, monkeypatch):
         ("causal-lm", Always, "penalties"),
     ],
 )
-def test_text_is_plain_decodings(maker, planner, kind, lab, monkeypatch):  # noqa: F811
+def test_text_is_plain_decodings(maker, planner, kind, lab, monkeypatch):
     """Rows join and leave meanwhile."""
     here = lab("llama")
     planner = planner(BARGAIN, Budget(6, 3, 20))
@@ -613,7 +615,7 @@ def test_text_is_plain_decodings(maker, planner, kind, lab, monkeypatch):  # noq
 
 @pytest.mark.parametrize("rule", ["speculative", "block", "multi-round", "multi-round-replacement"])
 @pytest.mark.parametrize("maker", ["lookup", "causal-lm", "eagle3"])
-def test_classic_rules_keep_the_law_with_a_planner(rule, maker, lab, monkeypatch):  # noqa: F811
+def test_classic_rules_keep_the_law_with_a_planner(rule, maker, lab, monkeypatch):
     """At T = 0 the law is one text. No tree is shaped by what was drawn for it."""
     here, classic = lab("llama"), get_rule(rule)
     made = MAKERS[maker](here)
@@ -629,7 +631,7 @@ def test_classic_rules_keep_the_law_with_a_planner(rule, maker, lab, monkeypatch
     assert usual.budget(context(), classic.children).rule is None
 
 
-def test_match_top_with_a_planner(lab, monkeypatch):  # noqa: F811
+def test_match_top_with_a_planner(lab, monkeypatch):
     here = lab("llama")
     requests = [here.request("t1", row) for row in range(3)]
     planner = Dice(BARGAIN, Budget(6, 3, 20))
@@ -660,7 +662,7 @@ class Recorded(Drafter):
 
 @pytest.mark.parametrize("maker", ["causal-lm", "eagle1", "eagle1-unshifted", "eagle3", "eagle3-few-tokens"])
 @pytest.mark.parametrize("kind", ["greedy", "t1"])
-def test_after_plain_steps_a_draft_is_what_it_would_have_been(kind, maker, lab, monkeypatch):  # noqa: F811
+def test_after_plain_steps_a_draft_is_what_it_would_have_been(kind, maker, lab, monkeypatch):
     """A drafter that was left out for some steps has missed nothing: rows join, leave and end meanwhile."""
     here, found = lab("llama"), []
     for planner in (Always, Seldom, Dice):

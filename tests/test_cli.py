@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 import draftwing as dw
-from conftest import CHAT_TEMPLATE, TEXTS, add_tokenizer
+from conftest import CHAT_TEMPLATE, PROCESS_SECONDS, TEXTS, add_tokenizer
 from draftwing.cli import main as cli
 from draftwing.cli import progress
 from draftwing.cli import screen as console
@@ -434,7 +434,7 @@ def test_help_imports_nothing_that_takes_long():
         (["--version"], (f"draftwing {dw.__version__}",)),
     ):
         command = [sys.executable, "-c", program, *args]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROCESS_SECONDS, check=True)
         assert done.stdout.splitlines()[-1] == "0 set()", args
         assert all(word in done.stdout for word in words)
 
@@ -465,7 +465,8 @@ def test_public_names_come_at_first_use():
         "try: dw.lode\n"
         "except AttributeError as error: print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PROCESS_SECONDS, check=True)
     assert done.stdout == "module 'draftwing' has no attribute 'lode'\n"
 
 
@@ -479,7 +480,7 @@ def shell(command, *args):
     return subprocess.run(
         ["bash", "-c", command.replace("draftwing", words), "bash", *args],
         capture_output=True,
-        timeout=120,
+        timeout=PROCESS_SECONDS,
         check=False,
     )
 
@@ -533,7 +534,7 @@ def test_an_interrupt_is_quiet(target):
     assert process.stdout.readline() == b"ready\n"
     settled(process)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PROCESS_SECONDS)
     assert process.returncode == 130
     assert (out, err) == (b"", b"")
 

@@ -29,7 +29,7 @@ from draftwing.sampling import Sampling
 from draftwing.text.grammar import MAX_CHARACTERS, MAX_LEVELS, Grammar, as_grammar
 from draftwing.text.tokenizer import TextStream
 from draftwing.tree import DraftTree
-from test_exact import CLASSIC, DRAFTERS, FUSED, PROMPTS, SAMPLINGS, VOCAB, Scripted, check_step, lab  # noqa: F401
+from test_exact import CLASSIC, DRAFTERS, FUSED, PROMPTS, SAMPLINGS, VOCAB, Scripted, check_step
 
 EOS = 2
 LENGTH = 17  # tokens of a text, the end token counted
@@ -168,7 +168,7 @@ FULL += [(kind, family, name) for family in ("gpt2", *FUSED) for kind in SAMPLIN
 
 
 @pytest.fixture(scope="module")
-def plain(lab):  # noqa: F811
+def plain(lab):
     known = {}
 
     def get(family, kind):
@@ -183,21 +183,21 @@ FULL = [pytest.param(*case, marks=pytest.mark.full) for case in dict.fromkeys(FU
 
 
 @pytest.mark.parametrize(("kind", "family", "drafter"), [*KINDS, *FULL])
-def test_the_text_is_the_same_whatever_is_drafted(kind, family, drafter, lab, plain):  # noqa: F811
+def test_the_text_is_the_same_whatever_is_drafted(kind, family, drafter, lab, plain):
     here, case, wanted = lab(family), DRAFTERS[drafter], plain(family, kind)
     for text in (wanted[0], wanted[3]):
         check_valid(text)
     assert len(wanted[3]) > 12 or wanted[3][-1] != EOS
     made, requests = case.make(here, kind), requests_of(kind)
     if isinstance(made, Scripted):  # it knows what is said under the constraints
-        made._futures = {tuple(prompt): text for (prompt, *_), text in zip(requests, wanted, strict=True)}
+        made.futures = {tuple(prompt): text for (prompt, *_), text in zip(requests, wanted, strict=True)}
     found, stats = decode(here.target, made, requests, case.budget)
     assert found == wanted
     if drafter in ("lm-tree", "eagle3-dynamic", "twins", "scattered", "self-chain") and family != "gpt2":
         assert sum(each.num_accepted for each in stats) > 0
 
 
-def test_it_is_the_best_of_what_is_allowed_at_every_place(lab):  # noqa: F811
+def test_it_is_the_best_of_what_is_allowed_at_every_place(lab):
     """By definition: the target scores each text up to there as a whole, and the best allowed token follows."""
     target, text, state = lab("llama").target, list(PROMPTS[1]), Rhymes().start()
     while len(text) == len(PROMPTS[1]) or text[-1] != EOS:
@@ -209,7 +209,7 @@ def test_it_is_the_best_of_what_is_allowed_at_every_place(lab):  # noqa: F811
 
 
 @pytest.mark.parametrize("rule", CLASSIC)
-def test_classic_rules_are_greedy_under_a_constraint(rule, lab, plain):  # noqa: F811
+def test_classic_rules_are_greedy_under_a_constraint(rule, lab, plain):
     here = lab("llama")
     made = DRAFTERS["lm-chain"].make(here, "greedy")
     assert decode(here.target, made, requests_of("greedy"), CLASSIC[rule], rule)[0] == plain("llama", "greedy")
@@ -234,7 +234,7 @@ class Coin(Drafter):
 
 
 @pytest.mark.parametrize("rule", ["match", *CLASSIC])
-def test_the_law_under_a_constraint(rule, lab):  # noqa: F811
+def test_the_law_under_a_constraint(rule, lab):
     """Forbidden drafts count as rejected under the classic rules: without them, allowed ones would come too often."""
     here, num_seeds, allowed = lab("llama"), 500, FewWords()
     prompt = list(PROMPTS[1])
@@ -268,7 +268,7 @@ class FewWords:
         return self
 
 
-def test_a_constraint_that_fails_ends_its_own_text(lab):  # noqa: F811
+def test_a_constraint_that_fails_ends_its_own_text(lab):
     here = lab("llama")
     own = Engine(Decoder(here.target, lambda: DRAFTERS["lm-tree"].make(here, "t1"), budget=Budget(3, 2)))
     free = own.submit(PROMPTS[1], Sampling(max_tokens=12, ignore_eos=True))
@@ -284,7 +284,7 @@ def test_a_constraint_that_fails_ends_its_own_text(lab):  # noqa: F811
         raise last.error
 
 
-def test_what_is_no_constraint_is_refused(lab):  # noqa: F811
+def test_what_is_no_constraint_is_refused(lab):
     own = Engine(Decoder(lab("llama").target))
     with refused(ConfigError, "constraint must have a start()", "found 'json'"):
         own.submit([5], constraint="json")
@@ -296,7 +296,7 @@ def test_what_is_no_constraint_is_refused(lab):  # noqa: F811
 # --- min_tokens ------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_ends_a_text_before_min_tokens(lab):  # noqa: F811
+def test_nothing_ends_a_text_before_min_tokens(lab):
     """The end token is by far the likeliest, so that it comes as soon as it may."""
     here, likely = lab("llama"), {EOS: 1e6}
     for name in (None, "lm-tree", "scattered"):

@@ -3,7 +3,7 @@
 import math
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from unittest import mock
 
 import numpy as np
@@ -27,6 +27,7 @@ from draftwing.runtime.forward import Entries
 from draftwing.runtime.tree_builder import DraftRequest
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.tree import PAD, DraftTree, GrowthRule
+from pairwise import pairs
 
 pytestmark = pytest.mark.skipif(get_kernel() is None, reason="no C++ compiler here")
 
@@ -60,8 +61,15 @@ def target(folder_of) -> LeanTarget:
 
 
 def drafter_for(name: str, target: LeanTarget, folder_of):
+    """A new drafter; its net is made once."""
+    net = net_for(name, target, folder_of)
+    return CausalLMDrafter(net, target.vocab_size) if name == "lm" else EagleDrafter(net, target)
+
+
+@cache
+def net_for(name: str, target: LeanTarget, folder_of):
     if name == "lm":
-        return CausalLMDrafter(LeanTarget.from_folder(folder_of("llama", **SHAPE)), target.vocab_size)
+        return LeanTarget.from_folder(folder_of("llama", **SHAPE))
     changes = {"eagle3-few-tokens": {"draft_vocab_size": 40}, "eagle3.1": {"fc_norm": True, "norm_output": True}}
     torch.manual_seed(5)
     config = EagleConfig.for_target(
@@ -74,7 +82,7 @@ def drafter_for(name: str, target: LeanTarget, folder_of):
     with torch.no_grad():
         for weight in net.parameters():
             weight.add_(0.1 * torch.randn_like(weight))
-    return EagleDrafter(net.prepack(), target)
+    return net.prepack()
 
 
 def started(drafter, target, requests, steps=2) -> tuple[Decoder, SamplingBatch]:
@@ -109,15 +117,16 @@ def paths(tree: DraftTree, row: int) -> set[tuple[int, ...]]:
     return set(known.values())
 
 
+FIXED = {str(each): each for each in (Budget(1), Budget(5), Budget(4, 4, 9), Budget(3, 10, 40), Budget(2, 3, 500))}
+
+
 @pytest.mark.parametrize(
-    "budget", [Budget(1), Budget(5), Budget(4, 4, 9), Budget(3, 10, 40), Budget(2, 3, 500)], ids=str
+    ("name", "kind", "budget"), pairs({"name": DRAFTERS, "kind": tuple(SAMPLINGS), "budget": tuple(FIXED)})
 )
-@pytest.mark.parametrize("kind", SAMPLINGS)
-@pytest.mark.parametrize("name", DRAFTERS)
 def test_a_fixed_tree_is_that_of_growing_level_by_level(name, kind, budget, target, folder_of):
-    found = trees(name, target, folder_of, kind, budget, True)
+    found = trees(name, target, folder_of, kind, FIXED[budget], True)
     found.check(target.vocab_size)
-    wanted = trees(name, target, folder_of, kind, budget, False)
+    wanted = trees(name, target, folder_of, kind, FIXED[budget], False)
     same(found, wanted)
     used = zip(found.parents.tolist(), (found.tokens != PAD).sum(1).tolist(), strict=True)
     assert found.is_line == all(parents[:num] == list(range(-1, num - 1)) for parents, num in used)
@@ -244,9 +253,10 @@ class Search:
         return DraftTree.from_lists(tokens, parents)
 
 
-@pytest.mark.parametrize("kind", ["greedy", "t1", "mixed"])
-@pytest.mark.parametrize("name", ["eagle1", "eagle3"])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    ("seed", "name", "kind"),
+    pairs({"seed": range(8), "name": ("eagle1", "eagle3"), "kind": ("greedy", "t1", "mixed")}),
+)
 def test_a_rule_is_followed_node_by_node(seed, name, kind, target, folder_of):
     rule, budget = rule_of(seed, 6, 12), Budget(6, 3, 12)
     drafter = drafter_for(name, target, folder_of)
@@ -259,14 +269,16 @@ def test_a_rule_is_followed_node_by_node(seed, name, kind, target, folder_of):
     assert found.num_draft_forwards >= 1
 
 
+GROWN = {str(each): each for each in (Budget(6, 3, 12), Budget(5), Budget(4, 5, 30))}
+
+
 @pytest.mark.parametrize(
-    "budget", [Budget(6, 3, 12), Budget(5), pytest.param(Budget(4, 5, 30), marks=pytest.mark.full)], ids=str
+    ("name", "kind", "budget"),
+    pairs({"name": ("eagle3", "eagle3-few-tokens", "lm"), "kind": tuple(SAMPLINGS), "budget": tuple(GROWN)}),
 )
-@pytest.mark.parametrize("kind", SAMPLINGS)
-@pytest.mark.parametrize("name", ["eagle3", "eagle3-few-tokens", "lm"])
 def test_in_torch_and_in_the_kernel_a_rule_grows_the_same_trees(name, kind, budget, target, folder_of):
     """Chains and trees, several rows, random rules; all that is said of the nodes too."""
-    grown = 0
+    budget, grown = GROWN[budget], 0
     for seed in range(5):
         most = budget.nodes or budget.depth
         ruled = replace(budget, rule=rule_of(100 + seed, budget.depth, most))

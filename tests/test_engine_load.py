@@ -22,7 +22,7 @@ from draftwing.models.adapter import AdapterTarget
 from draftwing.models.lean import LeanTarget
 from draftwing.models.paged import PAGE, PageTable, SlotsExhausted, pages_of
 from draftwing.sampling import Sampling
-from test_exact import DRAFTERS, FUSED, Lab
+from test_exact import DRAFTERS, FUSED
 
 VOCAB = SMALL["vocab_size"]
 CHUNK = 24
@@ -33,11 +33,6 @@ OTHERS = (
     *("exit-dynamic", "dflash-chain", "suffix-tree", "lm-static", "eagle1-chain", "view-window", "self-chain"),
 )
 FAMILIES = tuple(name for name in ("llama", "kernel") if name == "llama" or name in FUSED)
-
-
-@pytest.fixture(scope="module")
-def lab(folder_of, tmp_path_factory):
-    return cache(lambda family: Lab(family, folder_of, tmp_path_factory))
 
 
 @pytest.fixture(autouse=True)

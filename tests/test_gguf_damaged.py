@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import warnings
+from functools import cache
 from pathlib import Path
 
 import gguf
@@ -33,6 +34,7 @@ U8, I8, U32, I32, F32, BOOL, STRING, ARRAY, U64 = 0, 1, 4, 5, 6, 7, 8, 9, 10
 SPECIAL = ["<unk>", "<s>", "</s>"]
 
 
+@cache
 def text(value):
     raw = value if isinstance(value, bytes) else value.encode()
     return struct.pack("<Q", len(raw)) + raw

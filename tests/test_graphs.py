@@ -12,7 +12,6 @@ import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from unittest import mock
 
@@ -136,11 +135,6 @@ def recorded(lab: Lab, record) -> Iterator[None]:
     finally:
         for model in (lab.itself, lab.perturbed):
             model.use_graphs(None)
-
-
-@pytest.fixture(scope="module")
-def lab(folder_of, tmp_path_factory):
-    return cache(lambda family: Lab(family, folder_of, tmp_path_factory))
 
 
 # --- the target ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import test_own_net  # registers a net of its own
-from conftest import refused
+from conftest import PROCESS_SECONDS, refused
 from draftwing.cpu.library import get_kernel
 from draftwing.decode import Decoder
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
@@ -310,7 +310,7 @@ def test_help_names_what_is_in_the_table():
         ("compare", ["eagle3", "lookup", "eagle3+lookup", "docs/methods.md"]),
     ):
         call, environment = [sys.executable, "-c", code, command, "--help"], {**os.environ, "COLUMNS": "200"}
-        done = subprocess.run(call, capture_output=True, text=True, timeout=60, env=environment)
+        done = subprocess.run(call, capture_output=True, text=True, timeout=PROCESS_SECONDS, env=environment)
         assert done.returncode == 0, done.stderr
         for word in words:
             assert word in " ".join(done.stdout.replace("│", " ").split()), (command, word)
@@ -318,4 +318,4 @@ def test_help_names_what_is_in_the_table():
 
 def test_the_table_does_not_wait_for_torch():
     code = "import sys; import draftwing.methods.registry; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=PROCESS_SECONDS).returncode == 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from conftest import refused
+from conftest import PROCESS_SECONDS, refused
 from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.models import linear as linear_module
 from draftwing.models.linear import BlockProduct, Linear, can_prepack, check_quantize
@@ -176,7 +176,8 @@ def test_16_bit_rows_on_other_processors(isa):
         "            t.check_rows(linear, weight); print(linear.runs_as)"
     )
     env = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=300)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=PROCESS_SECONDS)
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(done.stdout.splitlines()) == 4
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from conftest import refused
+from conftest import PROCESS_SECONDS, refused
 from draftwing.cli import main as cli
 from draftwing.errors import CheckpointError
 from draftwing.models import resolve
@@ -441,7 +441,7 @@ def test_two_processes_fetch_once(index):
     assert second.stderr.readline() == "another process is fetching tiny: waiting for it\n"
     go.touch()
     path = str(index.cache / "models" / "tiny" / "tiny.gguf") + "\n"
-    assert [process.communicate(timeout=30)[0] for process in (first, second)] == [path, path]
+    assert [process.communicate(timeout=PROCESS_SECONDS)[0] for process in (first, second)] == [path, path]
     assert log.read_text() == "run "
     assert index.left() == WHOLE
 
@@ -468,7 +468,7 @@ def test_an_interrupt_leaves_nothing(index, stubborn):
     half = [name for name in index.left() if name.endswith("tmp/half")]
     assert len(half) == 1  # pip's temporary files lie there too
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=PROCESS_SECONDS)
     assert process.returncode == 130
     assert out == ""
     assert err == f"fetching tiny: 0.0 MB, once, to {index.cache}/models\n"
@@ -483,7 +483,7 @@ def test_what_a_kill_leaves_is_not_believed(index):
     process = start(index)
     number = pid_of(pid)
     process.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=PROCESS_SECONDS)
     os.kill(number, signal.SIGKILL)
     assert any(name.endswith(".whl") for name in index.left())
     assert index.find() is None

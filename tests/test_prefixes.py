@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from functools import cache, partial
+from functools import partial
 from itertools import product
 
 import pytest
@@ -16,16 +16,11 @@ from draftwing.engine import Engine
 from draftwing.models.lean import LeanTarget
 from draftwing.models.paged import PAGE, PageTable, Prefixes
 from draftwing.sampling import Sampling
-from test_exact import DRAFTERS, FUSED, Lab
+from test_exact import DRAFTERS, FUSED
 
 VOCAB = SMALL["vocab_size"]
 FAMILIES = tuple(name for name in ("llama", "kernel") if name == "llama" or name in FUSED)
 NAMES = ("none", "lookup-tree", "eagle1-rule", "eagle3-dynamic", "lm-tree")
-
-
-@pytest.fixture(scope="module")
-def lab(folder_of, tmp_path_factory):
-    return cache(lambda family: Lab(family, folder_of, tmp_path_factory))
 
 
 def engine_of(here, name, pages=30, max_batch=4):
@@ -56,7 +51,7 @@ def decoded(own, prompt, temperature=0.0, max_tokens=24):
 
 def shape_of(request):
     """What was drafted and kept of it, step by step."""
-    return [(row.num_drafted, row.num_accepted, row.depth) for row, _ in request._steps.values()]
+    return [(row.num_drafted, row.num_accepted, row.depth) for row in request.rows]
 
 
 def cases(*few):
@@ -228,10 +223,11 @@ def test_positions_that_depend_on_the_prompt_share_nothing(folder_of):
     own = Engine(Decoder(target, kv_memory=num_bytes, max_batch=2), max_batch=2)
     prompt, sampling = text(3, 70), Sampling(max_tokens=12, ignore_eos=True)
     for _ in range(2):
+        own.submit(text(4, 5), sampling)
         request, alone = own.submit(prompt, sampling), Engine(dw.Decoder(target))
-        own.step()
-        own.decoder.preempt(request)
-        own._waiting.append(request)
+        while own.num_running < 2:
+            own.step()
+        assert own.preempt()  # the younger one
         own.run()
         one = alone.submit(prompt, sampling)
         alone.run()
