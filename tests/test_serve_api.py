@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import draftwing as dw
+from conftest import add_tokenizer
 from draftwing.budget.costs import Costs, Curve
 from draftwing.budget.planner import Planner
 from draftwing.engine import EngineStats
@@ -229,6 +230,41 @@ def test_messages_of_every_form_reach_the_template(lm):
     assert answer.choices[0].message.content == own(lm, ids, max_tokens=5).text
 
 
+def test_refusals_and_prefixes_reach_the_template(lm):
+    refusals = [{"content": [{"type": "refusal", "refusal": "No."}]}, {"content": None, "refusal": "No."}]
+    refusals.append({"content": "No.", "refusal": None})
+    prefix = {"role": "assistant", "content": "It is", "prefix": True}
+    ids = lm.tokenizer.encode_plain("<user>x<assistant>No.<user>Why?<assistant>It is")
+    for refusal in refusals:
+        messages = [*question("x"), {"role": "assistant", **refusal}, *question("Why?"), prefix]
+        answer = chat(app_of(lm), messages, max_tokens=5, temperature=0)
+        assert answer.usage.prompt_tokens == len(ids)
+        assert answer.choices[0].message.content == own(lm, ids, max_tokens=5).text
+
+
+def test_paths_and_methods(lm):
+    async def work(http):
+        unknown = ["/v1/responses", "/v1/embeddings", "/v1", "/api/chat", "/docs", "/app.js/x"]
+        found = [await http.request(method, path) for path in unknown for method in ("POST", "GET", "DELETE")]
+        wrong = [("GET", "/v1/chat/completions"), ("DELETE", "/v1/models/tiny"), ("PUT", "/health")]
+        return found, [await http.request(*each) for each in wrong], await http.get("/"), await http.head("/app.js")
+
+    unknown, wrong, *page = send(app_of(lm), work)
+    assert {answer.status_code for answer in unknown} == {404}
+    assert all("/openapi.json lists all paths" in answer.json()["error"]["message"] for answer in unknown)
+    assert [(answer.status_code, answer.headers["allow"]) for answer in wrong] == [(405, "POST"), *[(405, "GET")] * 2]
+    assert [answer.status_code for answer in page] == [200, 200]
+
+
+def test_errors_show_no_local_path(folder_of, tmp_path_factory):
+    folder = chat_folder(folder_of, tmp_path_factory)
+    for settings in ({"chat_template": "{{ raise_exception('no') }}"}, {}):
+        app = app_of(load(add_tokenizer(folder, **settings)))
+        answer = send(app, lambda http: http.post("/v1/chat/completions", json={"messages": question("x")}))
+        assert answer.status_code == 400
+        assert "/" not in answer.json()["error"]["message"]
+
+
 def test_defaults_come_from_the_model_and_the_server(folder_of, tmp_path_factory):
     folder = chat_folder(folder_of, tmp_path_factory)
     config = {"eos_token_id": 2, "temperature": 0.3, "top_k": 4}
@@ -333,6 +369,8 @@ def test_logprobs_of_completions(lm):
         ({"messages": []}, 400, "messages", "at least 1 item"),
         ({"messages": [{"role": "king", "content": "x"}]}, 400, "messages.0.role", "'system'"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content", "type text"),
+        ({"messages": [{**question("x")[0], "prefix": True}]}, 400, "messages", "only the last message"),
+        ({"messages": [{**question("x")[0], "prefix": 1}]}, 400, "messages.0.prefix", "valid boolean"),
         ({"messages": question("a" * 3000)}, 400, "messages", "tokens"),
         ({"temperature": -1}, 400, "temperature", "temperature must be 0 (greedy)"),
         ({"temperature": "hot"}, 400, "temperature", "valid number"),
@@ -352,6 +390,9 @@ def test_logprobs_of_completions(lm):
         ({"speculation": {"draft": "eagle9"}}, 400, None, "'eagle9' is not loaded"),
         ({"speculation": {"tree": "oak"}}, 400, "speculation", "chain:K"),
         ({"speculation": {"tree": "chain:99999"}}, 400, "speculation", "a budget needs depth"),
+        ({"speculation": {"tree": "chain:65"}}, 400, "speculation", "at most 64 nodes"),
+        ({"speculation": {"tree": "dynamic:65,8,8"}}, 400, "speculation", "at most 64 nodes"),
+        ({"speculation": {"tree": "dynamic:64,17,16"}}, 400, "speculation", "DEPTH times WIDTH at most 256"),
         ({"response_format": {"type": "json_schema"}}, 400, "response_format.json_schema", "needs one"),
         ({"grammar": "start: ("}, 400, "grammar", "cannot be followed"),
         ({"grammar": 'start: "a"', "response_format": {"type": "json_object"}}, 400, "grammar", "give one of them"),
@@ -396,6 +437,18 @@ def test_the_most_that_a_request_may_ask_for(lm):
         "prompt_tokens_details": {"cached_tokens": 0},
     }
     assert last.json()["choices"][0]["finish_reason"] == "length"
+
+
+def test_the_largest_trees_that_requests_may_choose(lm):
+    async def work(http):
+        async def status(tree, **speculation):
+            body = {"prompt": "x", "max_tokens": 2, "speculation": {"tree": tree, **speculation}}
+            return (await http.post("/v1/completions", json=body)).status_code
+
+        trees = ["chain:7", "chain:8", "dynamic:7,7,4", "dynamic:8,7,4", "dynamic:7,5,6"]
+        return [await status(tree) for tree in trees], await status("dynamic:999,99,99", max_nodes=5)
+
+    assert send(app_of(lm, max_nodes=7), work) == ([200, 400, 200, 400, 400], 200)
 
 
 def test_the_client_raises_its_own_errors_and_lists_models(lm):
@@ -540,7 +593,7 @@ def test_a_body_that_does_not_come_is_not_waited_for():
 
 
 def test_keys_and_hosts(lm):
-    settings = {"api_keys": ("secret", "other"), "hosts": ("localhost", "test", "::1")}
+    settings = {"api_keys": ("secret", "other"), "hosts": ("localhost", "Test", "::1")}
 
     async def work(http):
         found = []

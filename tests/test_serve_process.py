@@ -1,5 +1,6 @@
 """A real server: signals, clients that disconnect, and clients that do not read."""
 
+import asyncio
 import json
 import os
 import signal
@@ -8,30 +9,42 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
 import httpx
 import pytest
 import uvicorn
+from typer.testing import CliRunner
 
-from draftwing.serve.app import Settings, make_app
+from conftest import refused
+from draftwing.cli.main import app as cli
+from draftwing.errors import ConfigError
+from draftwing.serve.app import ConnectionLimits, GracefulServer, Settings, bind, make_app
 from serving import PATIENT, chat_folder, load, question
 
 LONG = {"prompt": "def add(a, b):", "max_tokens": 1500, "temperature": 0, "ignore_eos": True, "stream": True}
 
-# The command line, with an engine that pauses after a step while the file named by HOLD exists.
+# The command line, with an engine that pauses after a step while the file named by HOLD exists, and chats that are not
+# parsed while the file named by HOLD_CHATS does.
 HELD = """
 import os, time
 from draftwing.cli.main import main
 from draftwing.engine import Engine
-steps = Engine.steps
+from draftwing.serve import app
+steps, parse = Engine.steps, app.parse_chat
+def wait(name):
+    while os.path.exists(os.environ[name]):
+        time.sleep(0.01)
 def held(self):
     for step in steps(self):
         yield step
-        while os.path.exists(os.environ["HOLD"]):
-            time.sleep(0.01)
-Engine.steps = held
+        wait("HOLD")
+def parse_later(*args):
+    wait("HOLD_CHATS")
+    return parse(*args)
+Engine.steps, app.parse_chat = held, parse_later
 main()
 """
 
@@ -126,35 +139,167 @@ def test_who_does_not_read_holds_nobody_up_and_others_are_told_to_wait(served, p
     until(lambda: worker.num_open == 0)
 
 
-def test_sigterm_finishes_what_runs_and_refuses_what_is_new(folder, tmp_path):
-    port, hold = free_port(), tmp_path / "hold"
-    hold.touch()
+@contextmanager
+def command(folder, tmp_path, *options):
+    """A server in a process: the process, its address, its headers, and the files that hold it up."""
+    port, holds = free_port(), [tmp_path / name for name in ("hold", "hold-chats")]
     args = ["serve", "--target", folder, "--draft", "lookup", "--tree", "chain:2", "--port", port, "--name", "tiny"]
+    env = {"DRAFTWING_API_KEY": "secret", "OMP_NUM_THREADS": "1", "HOLD": str(holds[0]), "HOLD_CHATS": str(holds[1])}
     process = subprocess.Popen(
-        [sys.executable, "-c", HELD, *map(str, args)],
-        env={**os.environ, "DRAFTWING_API_KEY": "secret", "OMP_NUM_THREADS": "1", "HOLD": str(hold)},
+        [sys.executable, "-c", HELD, *map(str, (*args, *options))],
+        env={**os.environ, **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    url, keys = f"http://127.0.0.1:{port}", {"authorization": "Bearer secret"}
+    url = f"http://127.0.0.1:{port}"
     try:
         until(lambda: process.poll() is not None or is_up(url))
+        yield process, url, {"authorization": "Bearer secret"}, *holds
+    finally:
+        process.kill()
+        output = process.communicate()[0]
+    assert f"tiny at {url}/v1" in output
+    assert "Traceback" not in output
+
+
+def is_draining(url):
+    answer = httpx.get(f"{url}/health", timeout=PATIENT)
+    return answer.status_code == 503 and answer.json()["status"] == "draining"
+
+
+def test_sigterm_finishes_what_runs_and_refuses_what_is_new(folder, tmp_path):
+    with command(folder, tmp_path) as (process, url, keys, hold, _):
+        hold.touch()
         assert httpx.get(f"{url}/v1/models", timeout=PATIENT).status_code == 401
         with httpx.stream("POST", f"{url}/v1/completions", json=LONG, headers=keys, timeout=PATIENT) as answer:
             lines = answer.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
-            found = until(lambda: (r := httpx.get(f"{url}/health", timeout=PATIENT)).status_code == 503 and r)
-            assert found.json()["status"] == "draining"
+            until(lambda: is_draining(url))
             chat = {"messages": question("x"), "max_tokens": 2}
             assert httpx.post(f"{url}/v1/chat/completions", json=chat, headers=keys, timeout=PATIENT).status_code == 503
             hold.unlink()
             events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         assert events[-1]["choices"][0]["finish_reason"] == "length"
         assert process.wait(PATIENT) == 0
-    finally:
-        process.kill()
-        output = process.communicate()[0]
-    assert f"tiny at {url}/v1" in output
-    assert "Traceback" not in output
+
+
+def test_sigterm_loses_no_request_that_is_still_being_parsed_or_sent(folder, tmp_path):
+    """Three chats that are being parsed, and one whose body has arrived in part."""
+    with command(folder, tmp_path) as (process, url, keys, _, hold_chats), ThreadPoolExecutor(4) as pool:
+        hold_chats.touch()
+        body = json.dumps({"messages": question("x"), "max_tokens": 2}).encode()
+        go_on = threading.Event()
+
+        def pieces():
+            yield body[:9]
+            assert go_on.wait(PATIENT)
+            yield body[9:]
+
+        def post(content):
+            headers = {**keys, "content-type": "application/json"}
+            return httpx.post(f"{url}/v1/chat/completions", content=content, headers=headers, timeout=PATIENT)
+
+        answers = [pool.submit(post, content) for content in (body, body, body, pieces())]
+        until(lambda: httpx.get(f"{url}/health", timeout=PATIENT).json()["open_requests"] == 4)
+        process.send_signal(signal.SIGTERM)
+        until(lambda: is_draining(url))
+        assert post(body).status_code == 503
+        go_on.set()
+        hold_chats.unlink()
+        for answer in answers:
+            assert answer.result().json()["usage"]["completion_tokens"] == 2
+        assert process.wait(PATIENT) == 0
+
+
+def test_patience_ends(folder, tmp_path):
+    with command(folder, tmp_path, "--patience", "0") as (process, url, keys, hold, _):
+        hold.touch()
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, headers=keys, timeout=PATIENT) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            until(lambda: process.poll() is not None or not hold.unlink(missing_ok=True))
+            last = [line for line in lines if line][-2:]
+        assert "the server shut down during the answer" in last[0]
+        assert process.wait(PATIENT) == 0
+
+
+# --- addresses and connections ---------------------------------------------------------------------------------------
+
+
+def test_addresses_that_cannot_be_used_are_refused_before_the_model_is_loaded():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for args, message in (
+            (["--port", str(port)], f"port {port} is in use: end the other program, or choose another port, such as"),
+            (["--host", "192.0.2.1"], "this machine has no such address"),
+            (["--host", "nowhere.invalid"], "this machine has no such address"),
+            (["--host", "x" * 300], "this machine has no such address"),
+            (["--kv-memory", "inf"], "--kv-memory takes GiB"),
+            (["--kv-memory", "nan"], "--kv-memory takes GiB"),
+            (["--kv-memory", "1e300"], "--kv-memory takes GiB"),
+            (["--kv-memory", "0"], "--kv-memory takes GiB"),
+            (["--kv-memory", "-1"], "--kv-memory takes GiB"),
+        ):
+            result = CliRunner().invoke(cli, ["serve", "--target", "/no/such/model", *args])
+            assert result.exit_code == 1, args
+            assert message in " ".join(result.stderr.split()), args
+
+
+def test_a_port_that_is_taken_while_the_model_loads_is_named():
+    (ours,) = bind("127.0.0.1", 0)
+    with ours, socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(ours.getsockname())
+        other.listen()
+        server = GracefulServer(SimpleNamespace(state=SimpleNamespace(worker=SimpleNamespace(max_open=1))))
+        server.lifespan = SimpleNamespace(startup=lambda: asyncio.sleep(0), should_exit=False, state={})
+        with refused(ConfigError, "cannot listen at '127.0.0.1': port", "is in use"):
+            asyncio.run(server.startup([ours]))
+
+
+@contextmanager
+def limited(folder, **limits):
+    """The address of a server with such limits, which runs in a thread."""
+    (bound,) = bind("127.0.0.1", 0)
+    app = make_app(load(folder), Settings(names=("tiny",), max_batch=1, max_waiting=0))
+    server = GracefulServer(app, limits=ConnectionLimits(**limits), log_level="warning")
+    thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
+    thread.start()
+    address = bound.getsockname()
+    until(lambda: is_up(f"http://127.0.0.1:{address[1]}"))
+    yield address
+    server.should_exit = True
+    thread.join(20)
+
+
+def half_sent(address, text=b"GET /health HTTP/1.1\r\nhost: x\r\nx-more: "):
+    connection = socket.create_connection(address, PATIENT)
+    connection.sendall(text)
+    return connection
+
+
+def test_half_sent_headers_do_not_keep_others_out(folder):
+    with limited(folder, max_connections=4) as address:
+        lazy = [half_sent(address) for _ in range(12)]
+        for _ in range(3):
+            assert is_up(f"http://127.0.0.1:{address[1]}")
+        assert lazy[0].recv(1) == b""  # the oldest one is closed
+        lazy[-1].sendall(b"y\r\n\r\n")  # the latest one is not
+        assert lazy[-1].recv(12) == b"HTTP/1.1 200"
+        for each in lazy:
+            each.close()
+
+
+@pytest.mark.parametrize("text", [b"", b"GET /health", b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /health HT"])
+def test_headers_must_come_in_time(folder, text):
+    """Those of a second request on the same connection too."""
+    with limited(folder, header_timeout=0.05) as address, half_sent(address, text) as lazy:
+        received = b""
+        while part := lazy.recv(4096):
+            received += part
+        assert received.count(b"HTTP/1.1 200") == text.count(b"\r\n\r\n")

@@ -9,11 +9,11 @@ import pytest
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
-from draftwing.serve.convert import forced_schema, messages_with_tools, parse_chat
+from draftwing.serve.convert import call_schemas, forced_schema, messages_with_tools, parse_chat
 from draftwing.serve.models import ChatBody
 from draftwing.serve.tool_calls import ToolReader
 from draftwing.text.grammar import Grammar
-from serving import TEXTS, app_of, ask, chat, chat_folder, load, make, question, running
+from serving import TEXTS, app_of, ask, chat, chat_folder, load, make, question, running, send
 
 NAMES = ("weather", "add")
 SCHEMA = {
@@ -137,6 +137,45 @@ def test_a_template_without_tools_is_told_of_them(lm):
     assert '"description": "Of a city."' in told[0]["content"]
     assert told[2]["content"] == '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
     assert told[3] == {"role": "user", "content": "<tool_response>\nyes\n</tool_response>"}
+
+
+# Gemma's: no system messages, and turns alternate.
+ALTERNATING = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Roles must alternate') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+TWO_CALLS = [
+    {"role": "user", "content": "Warm?"},
+    {"role": "assistant", "content": None, "tool_calls": [{"id": name, "type": "function", **CALL} for name in "ab"]},
+    {"role": "tool", "tool_call_id": "a", "content": "12"},
+    {"role": "tool", "tool_call_id": "b", "content": "14"},
+    {"role": "user", "content": "And now?"},
+]
+
+
+def test_tools_of_a_template_whose_turns_alternate(folder_of, tmp_path_factory):
+    lm = load(chat_folder(folder_of, tmp_path_factory, ALTERNATING, max_position_embeddings=1024))
+    called = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    results = "\n".join(f"<tool_response>\n{result}\n</tool_response>" for result in (12, 14))
+    turns = f"<assistant>{called}\n{called}<user>{results}"
+    description = messages_with_tools([], TOOLS)[0]["content"]
+
+    async def work(http):
+        bodies = [{"messages": TWO_CALLS[:num], "tools": tools} for num in (1, 4, 5) for tools in (TOOLS, [])]
+        return [await http.post("/v1/chat/completions", json={**body, "max_tokens": 1}) for body in bodies]
+
+    for place, answer in enumerate(send(app_of(lm), work)):
+        text = ("<user>Warm?", f"<user>Warm?{turns}", f"<user>Warm?{turns}\nAnd now?")[place // 2]
+        text = text if place % 2 else text.replace("Warm?", f"{description}\n\nWarm?")
+        assert answer.json()["usage"]["prompt_tokens"] == len(lm.tokenizer.encode_plain(text)), answer.text
+
+
+def test_turns_that_are_not_results_stay_as_they_are():
+    messages = [{"role": "user", "content": text} for text in ("a", "b")]
+    assert messages_with_tools(messages, []) == messages
+    prefix = {"role": "assistant", "content": "c", "prefix": True}
+    assert messages_with_tools([prefix], TOOLS, reads_system=False)[1] == prefix
 
 
 def test_a_template_with_tools_gets_them(folder_of, tmp_path_factory):
@@ -278,6 +317,46 @@ def test_answers_follow_schemas_and_grammars_with_any_speculation(lm):
     assert set(json.loads(texts[0])) == {"city", "warm"}
     assert text(extra_body={"grammar": 'start: "yes" | "no"'}) in ("yes", "no")
     assert text(response_format={"type": "json_object"}).startswith("{")
+
+
+def test_a_call_may_take_the_place_of_a_formatted_answer(lm):
+    """With tools and a response format the model writes one or the other, and calls are parsed."""
+    answer = {"$ref": "#/$defs/p", "$defs": {"p": {"const": "fine"}}}
+    parameters = {"type": "object", "properties": {"at": {"$ref": "#/$defs/p"}}, "$defs": {"p": {"const": 5}}}
+    parameters |= {"required": ["at"], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in ("go", "stop")]
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": answer}}
+
+    async def work(client):
+        async def write(first):
+            given = {"tools": tools, "response_format": schema, "max_tokens": 150, "temperature": 0}
+            bias = {str(lm.encode(first)[-1]): 50}
+            return await make(client.chat.completions, messages=question("x"), logit_bias=bias, **given)
+
+        return [await write(first) for first in '"{']
+
+    formatted, called = (each.choices[0] for each in ask(app_of(lm), work))
+    assert (formatted.message.content, formatted.message.tool_calls) == ('"fine"', None)
+    assert (formatted.finish_reason, called.finish_reason) == ("stop", "tool_calls")
+    (call,) = called.message.tool_calls
+    assert call.function.name in ("go", "stop")
+    assert json.loads(call.function.arguments) == {"at": 5}
+
+
+def test_references_of_parameters_stay_within_them():
+    """A property named like a keyword and literal values are no references."""
+    here = {"a": {"$ref": "#/$defs/x"}, "b": {"$ref": "#"}, "c": {"$ref": "http://x/#/y"}, "$ref": {"type": "string"}}
+    literal = {"const": {"$ref": "#/z"}, "enum": [{"$ref": "#/z"}]}
+    tools = [{"function": {"name": "f", "parameters": {"properties": here, "anyOf": [{"$ref": "#/q"}], **literal}}}]
+    found = call_schemas(tools)[0]["properties"]["arguments"]
+    assert found["properties"] == {
+        "a": {"$ref": "#/properties/arguments/$defs/x"},
+        "b": {"$ref": "#/properties/arguments"},
+        "c": {"$ref": "http://x/#/y"},
+        "$ref": {"type": "string"},
+    }
+    assert found["anyOf"] == [{"$ref": "#/properties/arguments/q"}]
+    assert {key: found[key] for key in literal} == literal
 
 
 class Report(BaseModel):

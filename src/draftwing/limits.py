@@ -39,6 +39,8 @@ def budget_for_rule(budget: Budget, rule: Rule) -> Budget:
 
 def cut_to_nodes(budget: Budget, max_nodes: int) -> Budget:
     """Return ``budget`` with at most ``max_nodes`` nodes."""
+    if max_nodes == 0:
+        return Budget(0, children=budget.children)
     if budget.paths is not None:  # keep the shallow paths, parents first
         paths = sorted(budget.paths, key=lambda path: (len(path), path))[:max_nodes]
         return replace(budget, paths=tuple(paths)) if len(paths) < len(budget.paths) else budget
@@ -69,6 +71,9 @@ class RowBudgets:
     ) -> tuple[Planner | None, Budget, list[int]]:
         """Choose a step's budget.
 
+        All rows are padded to the largest tree. So that one request's tree does not slow the others, a step's tree is
+        the engine's own if any row uses that, and else at most 1.5 times as large as the median of the rows' trees.
+
         Args:
             ctx: the rows.
             planner: chooses for rows without a fixed budget; if None, they use ``budget``.
@@ -88,10 +93,14 @@ class RowBudgets:
             return planner, budget, rooms
         budgets = [fixed or budget for fixed in self._fixed]
         rooms = [min(room, each.depth + 1) for room, each in zip(rooms, budgets, strict=True)]
-        first, width = budgets[0], max(each.width for each in budgets)
+        if limits:
+            return None, budget, rooms
+        first, width, sizes = budgets[0], max(each.width for each in budgets), sorted(map(_num_nodes, budgets))
         if any(each != first for each in budgets):  # as deep, as wide and as large as any of them
-            nodes = max(map(_num_nodes, budgets)) if width > 1 else None
+            nodes = sizes[-1] if width > 1 else None
             first = Budget(max(each.depth for each in budgets), width, nodes, children=first.children)
+            median = sizes[(len(sizes) - 1) // 2]
+            first = cut_to_nodes(first, 3 * (median + 1) // 2 - 1)  # the root is a node too
         return None, first, rooms
 
     def cut(self, ctx: Context, tree: DraftTree) -> DraftTree:

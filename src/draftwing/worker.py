@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from draftwing.sampling import Sampling
 from draftwing.stats import RowStep, Step
 
 _MAX_PARTS = 256
+_CLOSED = "the server is shutting down and accepts no new requests: use another one"
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class Worker:
         on_end: called in the worker's thread with each ticket that has ended.
 
     Attributes:
+        max_open: requests that may run or wait.
         error: the error that broke the engine; all requests end with it, and no more are accepted.
 
     Raises:
@@ -119,10 +122,11 @@ class Worker:
         for name, value, least in (("max_running", max_running, 1), ("max_waiting", max_waiting, 0)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name} must be at least {least}, found {shown(value)}: give a whole number")
-        self.engine, self._max_open = engine, max_running + max_waiting
+        self.engine, self.max_open = engine, max_running + max_waiting
         self._on_step, self._on_end = on_step, on_end
         self._changed = threading.Condition()
         self._open: dict[int, Ticket] = {}
+        self._num_accepted = 0
         self._is_draining = self._is_stopped = False
         self.error: DraftwingError | None = None
         self._thread = threading.Thread(target=self._run, name="draftwing-worker", daemon=True)
@@ -143,6 +147,28 @@ class Worker:
     def num_open(self) -> int:
         """Requests that run or wait."""
         return len(self._open)
+
+    @property
+    def num_accepted(self) -> int:
+        """Clients' requests that ``accept`` counts."""
+        return self._num_accepted
+
+    @contextmanager
+    def accept(self) -> Iterator[None]:
+        """Count a client's request from its arrival until it is answered. Requests inside may be submitted in a drain.
+
+        Raises:
+            ClosedError: the worker is draining or has stopped.
+        """
+        with self._changed:
+            if self._is_draining:
+                raise ClosedError(_CLOSED)
+            self._num_accepted += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_accepted -= 1
 
     def submit(
         self,
@@ -168,9 +194,9 @@ class Worker:
         with self._changed:
             if self.error is not None:
                 raise ClosedError(f"the engine failed and accepts no requests ({self.error}): restart the server")
-            if self._is_draining:
-                raise ClosedError("the server is shutting down and accepts no new requests: use another one")
-            if len(self._open) >= self._max_open:
+            if self._is_stopped or (self._is_draining and not self._num_accepted):
+                raise ClosedError(_CLOSED)
+            if len(self._open) >= self.max_open:
                 raise BusyError(f"{len(self._open)} requests run or wait already, which is the limit: try again later")
             ticket = Ticket(self.engine.submit(prompt_ids, sampling, **options), on_news, keeps_steps=keeps_steps)
             self._open[ticket.request.id] = ticket
@@ -185,7 +211,7 @@ class Worker:
                 self._changed.notify_all()
 
     def drain(self) -> None:
-        """Accept no more requests; those that run or wait are finished."""
+        """Accept no more requests; those that were accepted, run or wait are finished."""
         with self._changed:
             self._is_draining = True
 

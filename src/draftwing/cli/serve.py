@@ -25,7 +25,13 @@ class Server:
         None, "GiB for the KV cache, allocated at the start; prompts with a common prefix share it. [default: it grows]"
     )
     max_tokens: int | None = option(None, "Default limit of a request. [default: the context]", "-n", min=1)
+    max_nodes: int = option(64, "Nodes of the largest draft tree that a request may choose.", min=1, expert=True)
     max_body: int = option(8, "Maximum size of a request in MiB.", min=1, expert=True)
+    allowed_host: list[str] | None = option(
+        None,
+        "Host name under which a proxy or other machines reach the server; repeatable. [default: any with --host]",
+        expert=True,
+    )
     patience: float = option(30.0, "Seconds for running requests after SIGTERM or Ctrl-C.", min=0, expert=True)
 
     def keys(self) -> tuple[str, ...]:
@@ -34,6 +40,14 @@ class Server:
         if not all(key.strip() for key in given):
             raise ConfigError(f"--api-key is empty: give a key, or leave --api-key and {_KEY} out")
         return tuple(key.strip() for key in given)
+
+    def kv_bytes(self) -> int | None:
+        """Return the memory for the KV cache. Raises ConfigError if it is no amount."""
+        if self.kv_memory is None:
+            return None
+        if not 0 < self.kv_memory < 2**33:  # 2**63 bytes
+            raise ConfigError(f"--kv-memory takes GiB of this machine's memory, found {self.kv_memory:g}: try 2")
+        return int(self.kv_memory * 2**30)
 
 
 @with_options
@@ -51,26 +65,28 @@ def serve(model: Model, drafting: Drafting, server: Server, draft: str | None = 
     - `curl localhost:8000/v1/chat/completions -H 'content-type: application/json'
       -d '{"messages": [{"role": "user", "content": "What is rain?"}]}'`
     """
-    keys = server.keys()
+    keys, kv_memory = server.keys(), server.kv_bytes()
     try:
-        from draftwing.serve.app import Settings, make_app, run
+        from draftwing.serve.app import Settings, bind, make_app, run
     except ModuleNotFoundError as error:
         raise UnsupportedError(
             f"serving needs {error.name}, which is not installed: run pip install 'draftwing[serve]'"
         ) from error
+    sockets = bind(server.host, server.port)  # before the model is loaded, which takes longer
     is_local = server.host in _LOCAL_HOSTS
     settings = Settings(
         names=tuple(server.name or [model.name]),
         max_batch=server.max_batch,
         max_waiting=server.max_waiting,
-        kv_memory=None if server.kv_memory is None else int(server.kv_memory * 2**30),
+        kv_memory=kv_memory,
         max_body=server.max_body * 2**20,
+        max_nodes=server.max_nodes,
         max_tokens=server.max_tokens,
         api_keys=keys,
-        hosts=_LOCAL_HOSTS if is_local else (),
+        hosts=(*_LOCAL_HOSTS, *(server.allowed_host or ())) if is_local or server.allowed_host else (),
     )
     app = make_app(model.load(draft, drafting), settings)
     if not (keys or is_local):
         screen.line("anyone who can reach this machine can use the model: set --api-key to prevent that", "yellow")
     screen.line(f"{settings.names[0]} at http://{server.host}:{server.port}/v1, Ctrl-C ends")
-    run(app, host=server.host, port=server.port, patience=server.patience)
+    run(app, sockets, patience=server.patience)

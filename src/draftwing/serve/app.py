@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import math
+import os
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -16,9 +21,10 @@ from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response, StreamingResponse
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from draftwing import __version__
-from draftwing.errors import shown
+from draftwing.errors import ConfigError, shown
 from draftwing.lm import LM
 from draftwing.serve.auth import Guard
 from draftwing.serve.convert import Defaults, parse_chat, parse_completion
@@ -41,6 +47,7 @@ class Settings:
         max_batch: requests decoded at once.
         max_waiting: requests beyond these that may wait.
         max_body: bytes per request.
+        max_nodes: nodes of the largest tree that a request may choose.
         max_tokens: tokens of a chat answer if the request sets no limit; None is the rest of the context.
         api_keys: accepted keys; without any, no key is needed.
         hosts: accepted host names; without any, all are.
@@ -51,6 +58,7 @@ class Settings:
     max_batch: int = 8
     max_waiting: int = 64
     max_body: int = 8 * 2**20
+    max_nodes: int = 64
     max_tokens: int | None = None
     api_keys: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
@@ -64,7 +72,7 @@ def make_app(lm: LM, settings: Settings) -> FastAPI:
         ConfigError, SamplingError: an invalid setting, or an invalid value in the model's generation_config.json.
     """
     engine = lm.engine(max_batch=settings.max_batch, kv_memory=settings.kv_memory)
-    defaults = Defaults.for_model(lm, engine, settings.max_tokens)
+    defaults = Defaults.for_model(lm, engine, settings.max_tokens, settings.max_nodes)
     metrics = Metrics(settings.names[0])
     worker = Worker(
         engine,
@@ -87,7 +95,8 @@ def make_app(lm: LM, settings: Settings) -> FastAPI:
     app = FastAPI(title="Draftwing", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.worker = worker
     install_handlers(app)
-    app.add_middleware(Guard, api_keys=settings.api_keys, max_body=settings.max_body, hosts=settings.hosts)
+    guard: Any = {"api_keys": settings.api_keys, "max_body": settings.max_body, "hosts": settings.hosts}
+    app.add_middleware(Guard, accept=worker.accept, **guard)
 
     def check_model(name: str | None) -> None:
         if name is not None and name not in settings.names:
@@ -153,7 +162,7 @@ def make_app(lm: LM, settings: Settings) -> FastAPI:
     async def health() -> Response:
         """Report whether the server accepts requests."""
         is_running = worker.state == "running"
-        status = {"status": "ok" if is_running else worker.state, "open_requests": worker.num_open}
+        status = {"status": "ok" if is_running else worker.state, "open_requests": worker.num_accepted}
         if worker.error is not None:
             status["error"] = str(worker.error)
         return Response(dumps(status), 200 if is_running else 503, media_type="application/json")
@@ -191,47 +200,157 @@ def _responses(*statuses: int, kind: str = "application/json") -> dict[int | str
     }
 
 
-class _GracefulServer(uvicorn.Server):
-    """Drains the worker at the first signal, and stops when it has finished or ``patience`` seconds have passed."""
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """Limits of connections, against clients that open many or send slowly.
 
-    def __init__(self, config: uvicorn.Config, worker: Worker, patience: float) -> None:
+    Attributes:
+        header_timeout: seconds for the headers of a request to arrive.
+        max_connections: open at once, in addition to one for each request that may run or wait.
+    """
+
+    header_timeout: float = 20.0
+    max_connections: int = 512
+
+
+class _Connection(HttpToolsProtocol):
+    """A connection whose request headers must arrive in time.
+
+    If there are too many connections, the one that has waited longest for its headers is closed.
+    """
+
+    def __init__(
+        self, waiting: dict[_Connection, asyncio.TimerHandle], limits: ConnectionLimits, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self._waiting, self._limits = waiting, limits
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type]
+        self._wait()
+        if len(self.connections) > self._limits.max_connections:
+            next(iter(self._waiting)).transport.abort()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._wait()
+
+    def on_headers_complete(self) -> None:
+        self._wait_no_more()
+        super().on_headers_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._wait_no_more()
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        if self not in self._waiting:
+            self._waiting[self] = self.loop.call_later(self._limits.header_timeout, self.transport.abort)
+
+    def _wait_no_more(self) -> None:
+        if timer := self._waiting.pop(self, None):
+            timer.cancel()
+
+
+class GracefulServer(uvicorn.Server):
+    """Serves an app until the first signal, then answers the requests that it has accepted.
+
+    It stops when all are answered or ``patience`` seconds have passed; what is unfinished then is cut off.
+
+    Args:
+        app: from ``make_app``.
+        patience: seconds.
+        limits: of connections.
+        log_level: of uvicorn.
+    """
+
+    def __init__(
+        self, app: FastAPI, *, patience: float = 30.0, limits: ConnectionLimits | None = None, log_level: str = "info"
+    ) -> None:
+        self._worker: Worker = app.state.worker
+        limits = limits or ConnectionLimits()
+        limits = replace(limits, max_connections=limits.max_connections + self._worker.max_open)
+        protocol: Any = partial(_Connection, {}, limits)
+        config = uvicorn.Config(
+            app, http=protocol, log_level=log_level, timeout_graceful_shutdown=5, server_header=False
+        )
         super().__init__(config)
-        self._worker, self._patience = worker, patience
-        self._deadline: float | None = None
+        self._patience, self._deadline = patience, math.inf
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Start to drain; at the second signal, stop at once."""
-        if self._deadline is None:
+        if self._deadline == math.inf:
             self._deadline = time.monotonic() + self._patience
         else:
             self._deadline = 0.0
             self.force_exit = sig == signal.SIGINT
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen. Raises ConfigError if another program has begun to listen there since ``bind``."""
+        try:
+            await super().startup(sockets)
+        except OSError as error:
+            host, port, *_ = (sockets or [])[0].getsockname()
+            raise _cannot_listen(host, port, error) from error
+
     async def on_tick(self, counter: int) -> bool:
         """Return True to stop; called ten times a second."""
-        if self._deadline is not None:
+        if self._deadline < math.inf:
             self._worker.drain()
-            if not self._worker.num_open or time.monotonic() > self._deadline:
+            if not self._worker.num_accepted or time.monotonic() > self._deadline:
                 self.should_exit = True
         return await super().on_tick(counter)
 
-    async def shutdown(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End unfinished answers where they are."""
-        if self._worker.num_open:
+        if self._worker.num_accepted:
             self._worker.stop(timeout=0.0)
-        await super().shutdown(sockets)  # type: ignore[arg-type]
+        await super().shutdown(sockets)
 
 
-def run(app: FastAPI, *, host: str, port: int, patience: float = 30.0, log_level: str = "info") -> None:
+def bind(host: str, port: int) -> list[socket.socket]:
+    """Return sockets bound to every address of ``host``, which do not listen yet.
+
+    Raises:
+        ConfigError: the host has no address here, or the port is in use or reserved.
+    """
+    bound: list[socket.socket] = []
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            bound.append(socket.socket(family, kind, protocol))
+            if os.name == "posix":
+                bound[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                bound[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            bound[-1].bind(address)
+    except (OSError, UnicodeError) as error:
+        for each in bound:
+            each.close()
+        raise _cannot_listen(host, port, error) from error
+    return bound
+
+
+def _cannot_listen(host: str, port: int, error: Exception) -> ConfigError:
+    number = getattr(error, "errno", None)
+    if number == errno.EADDRINUSE:
+        fix = f"port {port} is in use: end the other program, or choose another port, such as --port {port % 65535 + 1}"
+    elif number == errno.EACCES:
+        fix = f"port {port} is reserved: choose one from 1024 on, such as --port 8000"
+    else:
+        fix = f"this machine has no such address ({error}): use --host 127.0.0.1, or 0.0.0.0 for all addresses"
+    return ConfigError(f"cannot listen at {shown(host)}: {fix}")
+
+
+def run(app: FastAPI, sockets: list[socket.socket], *, patience: float = 30.0, log_level: str = "info") -> None:
     """Serve until SIGTERM or Ctrl-C.
 
     Args:
         app: from ``make_app``.
-        host, port: the address to listen at.
-        patience: seconds for running requests after the signal; the rest is cut off.
-        log_level: of uvicorn.
+        sockets: from ``bind``.
+        patience, log_level: see ``GracefulServer``.
+
+    Raises:
+        ConfigError: another program listens there by now.
     """
-    config = uvicorn.Config(
-        app, host=host, port=port, log_level=log_level, timeout_graceful_shutdown=5, server_header=False
-    )
-    _GracefulServer(config, app.state.worker, patience).run()
+    GracefulServer(app, patience=patience, log_level=log_level).run(sockets)

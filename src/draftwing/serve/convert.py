@@ -19,9 +19,11 @@ from draftwing.serve.errors import Refusal, refusal_for
 from draftwing.serve.models import ChatBody, CompletionBody, Speculation
 from draftwing.serve.tool_calls import CLOSE, OPEN
 from draftwing.text.grammar import Grammar
+from draftwing.text.prompts import join_parts
 
 MAX_SEQUENCES = 128  # per request: prompts times n
 _COMPLETION_TOKENS = 16  # default of completions, as in OpenAI's and vLLM's servers
+_DRAFTED_PER_NODE = 4  # drafted tokens from which a node of a dynamic tree is chosen
 _NUM_LAWS = 6  # tokens per distribution in a full trace
 _SAMPLING_FIELDS = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -48,14 +50,16 @@ class Defaults:
         room_for: see ``Engine.room_for``.
         sampling: fields of ``Sampling``.
         max_tokens: the limit of chat answers; None is the rest of the context.
+        max_nodes: the largest tree that a request may choose.
     """
 
     room_for: Callable[[int], int]
     sampling: dict[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
+    max_nodes: int = 64
 
     @classmethod
-    def for_model(cls, lm: LM, engine: Engine, max_tokens: int | None = None) -> Defaults:
+    def for_model(cls, lm: LM, engine: Engine, max_tokens: int | None = None, max_nodes: int = 64) -> Defaults:
         """Read the sampling defaults from the model's ``generation_config.json``; without one, temperature is 1.
 
         Raises:
@@ -71,7 +75,7 @@ class Defaults:
             names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
             sampling |= {name: config[name] for name in names if config.get(name) is not None}
         Sampling(**sampling)
-        return cls(engine.room_for, sampling, max_tokens)
+        return cls(engine.room_for, sampling, max_tokens, max_nodes)
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,7 @@ def parse_chat(body: ChatBody, lm: LM, defaults: Defaults) -> ParsedRequest:
     tools = [] if body.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
     schema = forced_schema(body, tools)
     messages = template_messages(body)
+    shows_tools = bool(tools) or any(each["role"] == "tool" or "tool_calls" in each for each in messages)
     variables = dict(body.chat_template_kwargs or {})
     reserved = ("messages", "tools", "documents", "chat_template", "tokenize", "add_generation_prompt")
     for name in variables:
@@ -111,15 +116,15 @@ def parse_chat(body: ChatBody, lm: LM, defaults: Defaults) -> ParsedRequest:
     try:
         if tools and lm.tokenizer.template_reads("tools"):
             variables["tools"] = tools
-        elif tools:
-            messages = messages_with_tools(messages, tools)
+        elif shows_tools and not lm.tokenizer.template_reads("tools"):
+            messages = messages_with_tools(messages, tools, reads_system=lm.tokenizer.template_reads_system)
         ids = lm.tokenizer.encode_chat(messages, **variables)
     except DraftwingError as error:
         raise refusal_for(error, "messages") from error
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    parsed = _parse(body, lm, defaults, [ids], logprobs, body.max_completion_tokens or body.max_tokens, schema)
-    parses_calls = schema is not None or (bool(tools) and "constraint" not in parsed.options)
-    names = tuple(tool.function.name for tool in body.tools or ()) if parses_calls else None
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    parsed = _parse(body, lm, defaults, [ids], logprobs, max_tokens, schema, call_schemas(tools))
+    names = tuple(tool["function"]["name"] for tool in tools) if tools else None
     return replace(parsed, tool_names=names, max_calls=1 if body.parallel_tool_calls is False else None)
 
 
@@ -133,26 +138,53 @@ def forced_schema(body: ChatBody, tools: Sequence[dict[str, Any]]) -> dict[str, 
     if choice is None or choice in ("none", "auto"):
         return None
     name = None if isinstance(choice, str) else choice.function.name
-    functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
+    functions = [tool for tool in tools if name in (None, tool["function"]["name"])]
     if not functions:
         raise Refusal(400, "tool_choice names a function that is not in tools: add it there", "tool_choice")
-    schemas = [
+    return _any_of(call_schemas(functions))
+
+
+def call_schemas(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the JSON schema of a call of each tool."""
+    return [
         {
             "type": "object",
             "properties": {
-                "name": {"const": function["name"]},
-                "arguments": function.get("parameters") or {"type": "object"},
+                "name": {"const": tool["function"]["name"]},
+                "arguments": _moved(tool["function"].get("parameters") or {"type": "object"}, "/properties/arguments"),
             },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for function in functions
+        for tool in tools
     ]
-    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+
+
+def _any_of(schemas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    if len(schemas) == 1:
+        return schemas[0]
+    return {"anyOf": [_moved(schema, f"/anyOf/{place}") for place, schema in enumerate(schemas)]}
+
+
+def _moved(schema: Any, path: str) -> Any:
+    """Return a schema that will be a part of another one, at ``path``: its references must begin there."""
+    if isinstance(schema, list):
+        return [_moved(each, path) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            moved[key] = f"#{path}{value[1:]}"
+        else:
+            moved[key] = value if key in ("const", "enum", "default", "examples") else _moved(value, path)
+    return moved
 
 
 def template_messages(body: ChatBody) -> list[dict[str, Any]]:
     """Return the messages for a chat template: parts joined, arguments of calls as objects, null fields left out.
+
+    A refusal of an earlier answer is its text.
 
     Raises:
         Refusal: a part that is not text, or a tool call without a function.
@@ -163,16 +195,12 @@ def template_messages(body: ChatBody) -> list[dict[str, Any]]:
         if fields["role"] == "developer":  # OpenAI's new name, which chat templates do not know
             fields["role"] = "system"
         if isinstance(message.content, list):
-            fields["content"] = ""
-            for part in message.content:
-                kind, text = part.get("type"), part.get("text")
-                if kind != "text" or not isinstance(text, str):
-                    raise Refusal(
-                        400,
-                        f"message {number + 1} has a part of type {shown(kind)}: this model reads parts of type text",
-                        f"messages.{number}.content",
-                    )
-                fields["content"] += text
+            try:
+                fields["content"] = join_parts(message.content, message.role, number + 1)
+            except DraftwingError as error:
+                raise refusal_for(error, f"messages.{number}.content") from error
+        if message.role == "assistant" and isinstance(refusal := fields.pop("refusal", None), str):
+            fields["content"] = fields.get("content") or refusal
         fields.setdefault("content", "")
         if message.tool_calls is not None:
             fields["tool_calls"] = []
@@ -189,23 +217,46 @@ def template_messages(body: ChatBody) -> list[dict[str, Any]]:
     return messages
 
 
-def messages_with_tools(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages that describe tools, their calls and results as text, for templates without tools."""
-    description = _TOOLS_PROMPT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
-    plain = []
+def messages_with_tools(
+    messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], *, reads_system: bool = True
+) -> list[dict[str, Any]]:
+    """Return messages that describe tools, their calls and results as text, for templates without tools.
+
+    Results become a turn of the user, together with other results and a question next to them, since templates may
+    want turns to alternate. The description is in the system message, or in the user's first turn if the template has
+    no place for system messages.
+    """
+    plain: list[dict[str, Any]] = []
+    has_results = False  # in the last turn
     for message in messages:
-        if message["role"] == "tool":
-            plain.append({"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"})
-            continue
         calls = [
             f"{OPEN}\n{json.dumps({name: call['function'].get(name) for name in ('name', 'arguments')})}\n{CLOSE}"
             for call in message.get("tool_calls", ())
         ]
-        content = "\n".join([message["content"], *calls]).strip("\n")
-        plain.append({"role": message["role"], "content": content})
+        role, content = message["role"], "\n".join([message["content"], *calls]).strip("\n")
+        is_result = role == "tool"
+        if is_result:
+            role, content = "user", f"<tool_response>\n{message['content']}\n</tool_response>"
+        if plain and role == plain[-1]["role"] == "user" and (is_result or has_results):
+            plain[-1]["content"] += f"\n{content}"
+            has_results = True
+            continue
+        has_results = is_result
+        plain.append({"role": role, "content": content})
+        if "prefix" in message:
+            plain[-1]["prefix"] = message["prefix"]
+    if not tools:
+        return plain
+    description = _TOOLS_PROMPT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     if plain and plain[0]["role"] == "system":
-        return [{**plain[0], "content": f"{plain[0]['content']}\n\n{description}"}, *plain[1:]]
-    return [{"role": "system", "content": description}, *plain]
+        plain[0]["content"] += f"\n\n{description}"
+    elif reads_system:
+        plain.insert(0, {"role": "system", "content": description})
+    elif plain and plain[0]["role"] == "user":
+        plain[0]["content"] = f"{description}\n\n{plain[0]['content']}"
+    else:
+        plain.insert(0, {"role": "user", "content": description})
+    return plain
 
 
 def parse_completion(body: CompletionBody, lm: LM, defaults: Defaults) -> ParsedRequest:
@@ -235,16 +286,17 @@ def _parse(
     logprobs: int | None,
     max_tokens: int | None,
     schema: dict[str, Any] | None,
+    calls: Sequence[dict[str, Any]] = (),
 ) -> ParsedRequest:
     n, num = body.n or 1, (body.n or 1) * len(prompts)
     if num > MAX_SEQUENCES:
         raise Refusal(400, f"a request may ask for {MAX_SEQUENCES} sequences, found {num}: ask for fewer", "n")
     if body.stream_options is not None and not body.stream:
         raise Refusal(400, "stream_options are for streams: set stream to true, or leave them out", "stream_options")
-    options, speculation = _constraint(body, schema, lm), body.speculation
+    options, speculation = _constraint(body, schema, calls, lm), body.speculation
     if speculation is not None:
         try:
-            options["speculation"] = _budget(speculation)
+            options["speculation"] = _budget(speculation, defaults.max_nodes)
             if speculation.draft not in (None, "none"):
                 options["drafts"] = str(speculation.draft).split("+")
         except DraftwingError as error:
@@ -266,8 +318,15 @@ def _parse(
     return ParsedRequest(sequences, options)
 
 
-def _constraint(body: ChatBody | CompletionBody, schema: dict[str, Any] | None, lm: LM) -> dict[str, Any]:
-    """Return the option ``constraint`` of ``Engine.submit``, or nothing. ``schema`` overrides any other format."""
+def _constraint(
+    body: ChatBody | CompletionBody, schema: dict[str, Any] | None, calls: Sequence[dict[str, Any]], lm: LM
+) -> dict[str, Any]:
+    """Return the option ``constraint`` of ``Engine.submit``, or nothing.
+
+    Args:
+        schema: overrides any other format.
+        calls: schemas of the calls that the model may write instead of an answer in ``response_format``.
+    """
     kind = "text" if body.response_format is None else body.response_format.type
     if kind != "text" and body.grammar is not None:
         raise Refusal(400, "there are a grammar and a response_format: give one of them", "grammar")
@@ -279,9 +338,9 @@ def _constraint(body: ChatBody | CompletionBody, schema: dict[str, Any] | None, 
     if schema is not None:
         param = "tools"
     elif kind == "json_object":
-        param, schema = "response_format", {"type": "object"}
+        param, schema = "response_format", {"type": "object"}  # calls are objects too
     elif kind == "json_schema" and form is not None:
-        param, schema = "response_format.json_schema.schema", form.json_schema
+        param, schema = "response_format.json_schema.schema", _any_of([form.json_schema or {}, *calls])
     elif body.grammar is None:
         return {}
     try:
@@ -291,11 +350,11 @@ def _constraint(body: ChatBody | CompletionBody, schema: dict[str, Any] | None, 
         raise refusal_for(error, param) from error
 
 
-def _budget(speculation: Speculation) -> Budget | AtMost | str | None:
+def _budget(speculation: Speculation, most_nodes: int) -> Budget | AtMost | str | None:
     """Return the option ``speculation`` of ``Engine.submit``.
 
     Raises:
-        ConfigError: the tree is invalid.
+        ConfigError: the tree is invalid, or larger than ``most_nodes``.
     """
     if speculation.draft == "none" or speculation.max_nodes == 0:
         return "none"
@@ -318,7 +377,14 @@ def _budget(speculation: Speculation) -> Budget | AtMost | str | None:
             f"speculation.tree must be auto, chain:K or dynamic:NODES,DEPTH,WIDTH, found {shown(tree)}: write chain:5, "
             f"or dynamic:59,8,10"
         ) from None
-    return budget if max_nodes is None else cut_to_nodes(budget, max_nodes)
+    budget = budget if max_nodes is None else cut_to_nodes(budget, max_nodes)
+    num_drafted = budget.depth * budget.width
+    if (budget.nodes or num_drafted) > most_nodes or num_drafted > _DRAFTED_PER_NODE * most_nodes:
+        raise ConfigError(
+            f"speculation.tree {shown(tree)} is too large: this server's trees have at most {most_nodes} nodes, and "
+            f"DEPTH times WIDTH at most {_DRAFTED_PER_NODE * most_nodes} (--max-nodes)"
+        )
+    return budget
 
 
 def _sampling(body: ChatBody | CompletionBody, defaults: Defaults, logprobs: int | None, max_tokens: int) -> Sampling:

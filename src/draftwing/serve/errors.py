@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match, Route
 
 from draftwing.errors import (
     BusyError,
@@ -103,10 +104,20 @@ def install_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
-        where = f"{request.method} {request.url.path}"
-        message = f"there is no {shown(where)} here" if error.status_code in (404, 405) else str(error.detail)
-        response = Refusal(error.status_code, message).response
-        response.headers.update(error.headers or {})
+        if error.status_code not in (404, 405):
+            response = Refusal(error.status_code, str(error.detail)).response
+            response.headers.update(error.headers or {})
+            return response
+        # The page is mounted at the root, so requests end there if the method of a route differs.
+        path, methods = shown(request.url.path), set[str]()
+        for route in app.routes:
+            if isinstance(route, Route) and route.matches(request.scope)[0] is Match.PARTIAL:
+                methods |= route.methods or set()
+        if not methods:
+            return Refusal(404, f"there is no {path} here: /openapi.json lists all paths").response
+        allowed = ", ".join(sorted(methods))
+        response = Refusal(405, f"{path} takes {allowed}, not {request.method}").response
+        response.headers["Allow"] = allowed
         return response
 
     @app.exception_handler(Exception)

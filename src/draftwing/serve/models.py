@@ -65,6 +65,7 @@ class Message(BaseModel):
     )
     tool_calls: _Objects | None = None
     tool_call_id: str | None = None
+    prefix: bool | None = Field(None, description="The last message is the beginning of the answer, to be continued.")
 
 
 class Function(_Strict):

@@ -7,34 +7,29 @@ of a whole vocabulary in about ten microseconds and copies a parser in a few.
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from draftwing.errors import ConfigError, TokenizerError, UnsupportedError, shown
+from draftwing.text import grammar_compile
+from draftwing.text.grammar_compile import compile_grammar, first_line, make_tokenizer
 from draftwing.text.tokenizer import Tokenizer
 
 KINDS = ("json", "regex", "lark")
 MAX_CHARACTERS = 1 << 18
 MAX_LEVELS = 64  # nesting of a schema
-# Whitespace between two parts of JSON: a few blanks, or one new line with its indentation. Without a bound, greedy
-# decoding may write blanks forever.
-SPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,48}"
-# Limits on reading a grammar and finding one mask, far beyond what honest grammars need.
-LIMITS: dict[str, Any] = {
-    "max_items_in_row": 2000,
-    "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 200_000,
-    "step_max_items": 50_000,
-    "max_lexer_states": 50_000,
-    "max_grammar_size": 200_000,
-    "verbose_errors": False,
-}
 _MAX_COMPILED = 64  # grammars that are kept
+_MAX_TRIALS = 4  # grammars that are compiled at once
 
 
 @dataclass(frozen=True)
@@ -142,7 +137,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
         try:
-            import llguidance
+            import llguidance  # noqa: F401
         except ImportError as error:
             raise UnsupportedError(
                 "grammars need llguidance, which is not installed: pip install 'draftwing[grammar]'"
@@ -155,43 +150,103 @@ class Grammars:
         try:
             source = tokenizer.fast.to_str()
             rows = max(vocab_size, tokenizer.fast.get_vocab_size(with_added_tokens=True))
-            self._tokenizer = llguidance.LLTokenizer(source, n_vocab=rows, eos_token=list(eos_ids))
+            self._tokenizer = make_tokenizer(source, rows, list(eos_ids))
         except Exception as error:  # llguidance raises whatever its parts raise
             raise TokenizerError(
-                f"{tokenizer.folder}: llguidance cannot read this tokenizer ({_first_line(error)}): decode without a "
-                f"grammar"
+                f"llguidance cannot read the model's tokenizer ({first_line(error)}): decode without a grammar"
             ) from error
-        self._matcher, self._limits = llguidance.LLMatcher, llguidance.LLParserLimits(**LIMITS)
+        self._trials = _Trials(source, rows, list(eos_ids))
         self._lock = threading.Lock()
         self._compiled: OrderedDict[Grammar, Compiled] = OrderedDict()
 
     def constraint(self, grammar: Grammar) -> Compiled:
         """Compile a grammar. Raises ConfigError if it cannot be read, describes nothing, or is too complex."""
         with self._lock:
-            compiled = self._compiled.pop(grammar, None) or self._compile(grammar)
+            compiled = self._compiled.pop(grammar, None)
+        if compiled is None:  # without the lock: others need not wait
+            compiled = self._compile(grammar)
+        with self._lock:
             self._compiled[grammar] = compiled
             if len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)
-            return compiled
+        return compiled
 
     def _compile(self, grammar: Grammar) -> Compiled:
-        new = self._matcher
-        try:
-            if grammar.kind == "json":
-                source = new.grammar_from_json_schema(grammar.source, overrides={"whitespace_pattern": SPACE})
-            else:
-                source = (new.grammar_from_regex if grammar.kind == "regex" else new.grammar_from_lark)(grammar.source)
-            matcher = new(self._tokenizer, source, log_level=0, limits=self._limits)
-            problem = matcher.get_error()
-            if not problem:
-                matcher.compute_bitmask()  # now, not in the first step: it looks at the whole vocabulary
-                problem = matcher.get_error()
-        except Exception as error:  # llguidance raises whatever its parts raise
-            problem = str(error) or repr(error)
+        matcher, problem = None, self._trials.find_problem(grammar)
+        if not problem:
+            matcher, problem = compile_grammar(self._tokenizer, grammar.kind, grammar.source)
         if problem:
             what = "JSON schema" if grammar.kind == "json" else f"{grammar.kind} grammar"
-            raise ConfigError(f"the {what} cannot be followed: {_first_line(problem)}: correct or simplify it")
+            raise ConfigError(f"the {what} cannot be followed: {problem}: correct or simplify it")
         return Compiled(matcher)
+
+
+class _Trials:
+    """Processes that try grammars out, started when needed.
+
+    Args:
+        tokenizer: the arguments of ``make_tokenizer``.
+    """
+
+    def __init__(self, *tokenizer: Any) -> None:
+        self._tokenizer, self._owner = json.dumps(tokenizer), os.getpid()
+        self._slots = threading.BoundedSemaphore(_MAX_TRIALS)
+        self._idle: list[subprocess.Popen[str]] = []
+        weakref.finalize(self, _end_all, self._idle)
+
+    def find_problem(self, grammar: Grammar) -> str:
+        """Compile a grammar elsewhere. Return the error, or an empty string."""
+        if self._owner != os.getpid():  # a fork: the processes are its parent's
+            self._idle.clear()
+            self._owner = os.getpid()
+        with self._slots:
+            process = self._take()
+            reply = _ask(process, json.dumps([grammar.kind, grammar.source, grammar_compile.CPU_SECONDS]))
+            if reply is None:
+                _end_all([process])
+                return "it is nested too deep or takes too long to compile"
+            self._idle.append(process)
+            return reply
+
+    def _take(self) -> subprocess.Popen[str]:
+        with suppress(IndexError):  # none is left
+            while True:
+                process = self._idle.pop()
+                if process.poll() is None:
+                    return process
+        command = [sys.executable, "-P", grammar_compile.__file__]
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
+            is_ready = _ask(process, self._tokenizer) is not None
+        except OSError:
+            is_ready = False
+        if not is_ready:
+            raise UnsupportedError(
+                f"grammars are compiled by another process first, but `{' '.join(command)}` does not start: run "
+                f"Draftwing in an ordinary Python, or decode without a grammar"
+            )
+        return process
+
+
+def _ask(process: subprocess.Popen[str], line: str) -> str | None:
+    """Return the reply of a process to a line; None if it has ended instead."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(line + "\n")
+        process.stdin.flush()
+    except OSError:
+        return None
+    reply = process.stdout.readline()
+    return str(json.loads(reply)) if reply else None
+
+
+def _end_all(processes: list[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        process.kill()
+        process.communicate()
 
 
 class Compiled:
@@ -205,7 +260,7 @@ class Compiled:
         if self._words is None:
             words = np.frombuffer(self._matcher.compute_bitmask(), dtype="<u4")
             if self._matcher.is_error():
-                problem = _first_line(self._matcher.get_error())
+                problem = first_line(self._matcher.get_error())
                 raise ConfigError(f"the text's grammar cannot be followed any further: {problem}: simplify it")
             self._words = words
         return self._words
@@ -218,9 +273,3 @@ class Compiled:
         return Compiled(self._matcher.deep_copy())
 
     start = fork
-
-
-def _first_line(problem: object) -> str:
-    """Return the first line of an error of llguidance, which may be long and quote the grammar."""
-    first = next((line.strip() for line in str(problem).splitlines() if line.strip()), repr(problem))
-    return first if len(first) <= 160 else first[:157] + "..."

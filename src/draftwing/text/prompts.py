@@ -234,6 +234,52 @@ def check_text(text: str) -> str:
     return text
 
 
+def join_parts(parts: Sequence[object], role: object, number: int) -> str:
+    """Return the text of a message's content parts.
+
+    Args:
+        parts: ``{"type": "text", "text": ...}``; an assistant's may be ``{"type": "refusal", "refusal": ...}`` too.
+        role: of the message.
+        number: of the message, for errors.
+
+    Raises:
+        PromptError: a part of another kind.
+    """
+    texts, kinds = [], ("text", "refusal") if role == "assistant" else ("text",)
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else part
+        text = part.get(kind) if isinstance(part, Mapping) and kind in kinds else None
+        if not isinstance(text, str):
+            raise PromptError(
+                f"message {number} has a part of type {shown(kind)}: this model reads parts of type text, such as "
+                f"{{'type': 'text', 'text': 'a question'}}"
+            )
+        texts.append(check_text(text))
+    return "".join(texts)
+
+
+def prepare_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
+    """Return messages whose content is text, and True if the model continues the last one (``"prefix": True``).
+
+    Raises:
+        PromptError: a part is not text, or a prefix is not the beginning of an answer.
+    """
+    prepared, is_open = [dict(message) for message in messages], False
+    for number, message in enumerate(prepared, 1):
+        prefix, role = message.pop("prefix", None), message.get("role")
+        is_open = prefix is True and number == len(prepared) and role == "assistant" and not message.get("tool_calls")
+        if not (is_open or prefix is None or prefix is False):
+            raise PromptError(
+                f"message {number} has prefix {shown(prefix)}: only the last message may have `prefix: true`, if it is "
+                f"the assistant's and calls no tools"
+            )
+        if isinstance(message.get("content"), list):
+            message["content"] = join_parts(message["content"], role, number)
+    if is_open and not prepared[-1].get("content"):
+        return prepared[:-1], False
+    return prepared, is_open
+
+
 def _check_message(message: Mapping[str, Any], number: int) -> dict[str, Any]:
     """Return a message as a dict; the chat template reads what it has besides role and content."""
     role, content = message.get("role"), message.get("content")

@@ -21,7 +21,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
 from draftwing.errors import ConfigError, DraftwingError, PromptError, TokenizerError
-from draftwing.text.prompts import check_text
+from draftwing.text.prompts import check_text, prepare_messages
 
 # Byte-level tokenizers write printable bytes as themselves, the others as characters from 256 on.
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
@@ -29,6 +29,7 @@ _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 _BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
 # Attributes of transformers' tokenizers that name a special token.
 _NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_MARK = "\ue000draftwing\ue000"  # stands for content, to see where a chat template puts it
 _LOADING = threading.Lock()  # two threads cannot import transformers at once
 
 
@@ -156,8 +157,39 @@ class Tokenizer:
         """Names of options of ``apply_chat_template``, which cannot be variables of a template."""
         return frozenset(inspect.signature(self.pretrained.apply_chat_template).parameters)
 
+    @cached_property
+    def _template_reads_parts(self) -> bool:
+        """True if the chat template shows content only in the form of parts (``[{"type": "text", "text": ...}]``)."""
+        return not self._shows([{"role": "user", "content": _MARK}]) and self._shows(
+            [{"role": "user", "content": [{"type": "text", "text": _MARK}]}]
+        )
+
+    @cached_property
+    def template_reads_system(self) -> bool:
+        """True if the chat template shows system messages."""
+        content: Any = [{"type": "text", "text": _MARK}] if self._template_reads_parts else _MARK
+        return self._shows([{"role": "system", "content": content}, {"role": "user", "content": "x"}])
+
+    def _shows(self, messages: list[dict[str, Any]]) -> bool:
+        try:
+            return _MARK in self._render(messages)
+        except TokenizerError:
+            return False
+
+    def _render(self, messages: list[dict[str, Any]], **variables: Any) -> str:
+        if not self.has_chat_template:
+            raise TokenizerError("this model has no chat template: prompt it with plain text")
+        options = {"add_generation_prompt": True, **variables, "tokenize": False}
+        try:
+            return str(self.pretrained.apply_chat_template(messages, **options))
+        except Exception as error:  # jinja errors, and whatever the template itself raises
+            raise TokenizerError(f"the chat template refuses these messages: {error}") from error
+
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """Return the ids of a dialogue through the chat template, ready for the assistant's turn.
+
+        Content may be text or parts of type text; the template gets the form that it reads. If the last message is the
+        assistant's and has ``"prefix": True``, its turn stays open, and the model continues it.
 
         Args:
             messages: role and content, and whatever else the template reads.
@@ -165,16 +197,22 @@ class Tokenizer:
 
         Raises:
             TokenizerError: there is no chat template, or it refuses the messages.
-            PromptError: the rendered text cannot be encoded.
+            PromptError: the rendered text cannot be encoded, a part is not text, or another message has a prefix.
         """
-        if not self.has_chat_template:
-            raise TokenizerError(f"{self.folder}: this tokenizer has no chat template: prompt it with plain text")
-        options = {"add_generation_prompt": True, **variables, "tokenize": False}
-        try:
-            text = self.pretrained.apply_chat_template([dict(message) for message in messages], **options)
-        except Exception as error:  # jinja errors, and whatever the template itself raises
-            raise TokenizerError(f"{self.folder}: the chat template refuses these messages: {error}") from error
-        return self.encode_plain(str(text))
+        dialogue, is_open = prepare_messages(messages)
+        if is_open:
+            dialogue[-1]["content"] += _MARK
+            variables = {**variables, "add_generation_prompt": False}
+        if self.has_chat_template and self._template_reads_parts:
+            for message in dialogue:
+                if isinstance(message.get("content"), str):
+                    message["content"] = [{"type": "text", "text": message["content"]}]
+        text = self._render(dialogue, **variables)
+        if is_open:
+            text, mark, _ = text.rpartition(_MARK)
+            if not mark:
+                raise TokenizerError("the chat template does not show the last message, so `prefix` cannot continue it")
+        return self.encode_plain(text)
 
     def decode(self, ids: list[int], /, *, skip_special_tokens: bool = True) -> str:
         """Return the text of ids."""
