@@ -65,26 +65,16 @@ class Stretch:
 
 @dataclass(frozen=True)
 class LearningPace:
-    """How much to learn.
+    """How much to learn."""
 
-    Attributes:
-        share: of the steps' time that updates may take.
-        lr: AdamW's learning rate.
-        num_steps: of the unroll.
-        batch: stretches of an update, half of them the newest.
-        ring: newest stretches that are kept.
-        length, places: tokens, or wrong drafts, after which a stretch ends.
-        window: drafted levels after which the serving weights are judged and replaced.
-    """
-
-    share: float = 0.1
-    lr: float = 1e-4
-    num_steps: int = 3
-    batch: int = 4
-    ring: int = 64
-    length: int = 64
-    places: int = 16
-    window: int = 256
+    share: float = 0.1  # of the steps' time that updates may take
+    lr: float = 1e-4  # of AdamW
+    num_steps: int = 3  # of the unroll
+    batch: int = 4  # stretches of an update, half of them the newest
+    ring: int = 64  # newest stretches that are kept
+    length: int = 64  # tokens after which a stretch ends
+    places: int = 16  # wrong drafts after which a stretch ends
+    window: int = 256  # drafted levels after which the serving weights are judged and replaced
 
 
 @dataclass(frozen=True)

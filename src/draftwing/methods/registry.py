@@ -29,17 +29,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainingMethod:
-    """A recipe for training.
+    """A recipe for training."""
 
-    Attributes:
-        objective: a name in ``objectives.OBJECTIVES``, or an objective.
-        unroll_steps: draft steps that are trained.
-        noise: width of the uniform noise that is added to the target's features.
-    """
-
-    objective: str | Objective
+    objective: str | Objective  # a name is one of ``objectives.OBJECTIVES``
     unroll_steps: int = 1
-    noise: float = 0.0
+    noise: float = 0.0  # width of the uniform noise that is added to the target's features
 
 
 @dataclass(frozen=True)

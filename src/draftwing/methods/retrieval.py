@@ -117,7 +117,6 @@ class RestDrafter(RetrievalDrafter):
     Args:
         texts: the datastore's; drafters of any number of threads may share them.
         min_match, max_match: the shortest and longest suffix, in tokens.
-        identity: the datastore's.
     """
 
     name = "rest"
