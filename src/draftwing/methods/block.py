@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwing.errors import ConfigError
 from draftwing.methods.base import Drafter
 from draftwing.methods.method import NetMethod, NewNet
 from draftwing.methods.net import DraftNet, Scored
@@ -190,15 +189,6 @@ class BlockLoss(DraftLoss):
     Nothing is fed back; later levels read the text's tokens, if any. ``later_share`` thins out the entries that blocks
     start from (``BlockNet.share``); less is faster.
     """
-
-    def check(self) -> None:
-        super().check()
-        levels = self.net.num_levels
-        if self.num_steps != levels:
-            raise ConfigError(
-                f"training: this {self.net.kind} head guesses {levels} tokens, and unroll_steps is {self.num_steps}: "
-                f"give {levels}, or start from nothing"
-            )
 
     def extra_loss(
         self, read: Tensor, weight: Tensor, truth: TruthLike, where: Tensor, dtype: torch.dtype

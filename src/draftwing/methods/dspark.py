@@ -28,8 +28,7 @@ from draftwing.models.linear import Linear
 class DSparkConfig(DFlashConfig):
     """The shape of a DSpark net, whose bias by the token before has the rank S.
 
-    Raises:
-        ConfigError: see ``DFlashConfig``; or a rank below 1.
+    Raises ConfigError for a rank below 1; see also ``DFlashConfig``.
     """
 
     rank: int = 256

@@ -24,10 +24,12 @@ from functools import cached_property, partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from draftwing.budget.acceptance import Acceptance
 from draftwing.errors import DraftwingError
 from draftwing.methods.base import Budget, Drafter, ListTree
+from draftwing.methods.lookup import to_draft_tree
 from draftwing.models.context import Context, FeatureSpec, Row, TargetOutput
 from draftwing.runtime.tree_builder import UNKNOWN_PROB, AcceptRates, num_worthwhile, prune_by_rule
 from draftwing.sampling import SamplingBatch
@@ -192,20 +194,15 @@ def together(
     unions: Sequence[Union], kept: Sequence[Sequence[int]], device: torch.device, num_forwards: float | None = None
 ) -> DraftTree:
     """Return the ``kept`` nodes of every row, parents first, as one batch of trees."""
-    width, is_line, rows = max(map(len, kept)), True, []
+    rows, reached = [], []
     for union, nodes in zip(unions, kept, strict=True):
-        place, num_unused = {node: i for i, node in enumerate(nodes)}, width - len(nodes)
-        parents = [-1, *[place[union.parents[node]] for node in nodes[1:]]]
-        is_line &= parents == [*range(-1, len(nodes) - 1)]
-        tokens = [*[union.tokens[node] for node in nodes], *[PAD] * num_unused]
-        reached = [*[union.reached[node] for node in nodes], *[0.0] * num_unused]
-        probs = [*[union.chances[node] for node in nodes], *[0.0] * num_unused]
-        rows.append((tokens, parents + [-1] * num_unused, reached, probs))
-    columns = tuple(zip(*rows, strict=True))
-    tokens_BN, parents_BN = torch.tensor(columns[:2], device=device).unbind()
-    reached_BN, probs_BN = torch.tensor(columns[2:], dtype=torch.float32, device=device).unbind()
-    depth = max(union.depths[node] for union, nodes in zip(unions, kept, strict=True) for node in nodes)
-    return DraftTree(tokens_BN, parents_BN, reached_BN, None, probs_BN, num_forwards, is_line=is_line, depth=depth)
+        place = {node: i for i, node in enumerate(nodes)}
+        tokens, parents = [union.tokens[node] for node in nodes], [place[union.parents[node]] for node in nodes[1:]]
+        depth = max(union.depths[node] for node in nodes)
+        rows.append(ListTree(tokens, [-1, *parents], [union.chances[node] for node in nodes], depth))
+        reached.append(torch.tensor([union.reached[node] for node in nodes]))
+    confidence = pad_sequence(reached, batch_first=True).to(device)
+    return replace(to_draft_tree(rows, device), confidence=confidence, num_draft_forwards=num_forwards)
 
 
 def by_row(trees: Sequence[DraftTree], chosen: Sequence[int]) -> DraftTree:
@@ -309,8 +306,7 @@ class Claims:
         self.tables = [ClaimTable() for _ in range(num_drafters)]
         self.shared: dict[tuple[int, int], ClaimTable] = {}
         self.asking = [Asking() for _ in range(num_drafters)]
-        self._lock = threading.Lock()
-        self._num_steps = 0
+        self._lock, self._num_steps = threading.Lock(), 0
 
     @cached_property
     def sampled(self) -> Claims:

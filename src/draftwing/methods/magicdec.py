@@ -181,8 +181,7 @@ def snapkv_slots(watched: Tensor, count: int, pool: int, grain: int = 1) -> Tens
 class SelfDrafter(NetDrafter):
     """Drafts with the target through the slots that ``policy`` chooses.
 
-    Raises:
-        UnsupportedError: the target does not run on the lean decoder.
+    Raises UnsupportedError if the target does not run on the lean decoder.
     """
 
     grows_by_rule = True

@@ -141,8 +141,7 @@ class DraftMethod:
     def own_folder(self, target: Target) -> Path:
         """Return the folder of the draft that comes with a target's checkpoint.
 
-        Raises:
-            CheckpointError: the target has none.
+        Raises CheckpointError if the target has none.
         """
         raise NotImplementedError
 

@@ -134,6 +134,11 @@ class MtpNet(DraftNet):
         return self.attention_shape((self.config.window,))
 
     @property
+    def num_levels(self) -> int:
+        """Tokens that the whole chain guesses."""
+        return len(self.chain)
+
+    @property
     def modules_in_order(self) -> list[MtpModule]:
         """The chain, typed."""
         return [cast(MtpModule, module) for module in self.chain]
@@ -167,12 +172,6 @@ class MtpLoss(DraftLoss):
 
     def check(self) -> None:
         super().check()
-        count = len(self.net.chain)
-        if self.num_steps != count:
-            raise ConfigError(
-                f"training: the head has {count} MTP modules, and unroll_steps is {self.num_steps}: a step is a "
-                f"module; give {count}"
-            )
         if self.later_share != 1:
             raise ConfigError(
                 f"training: later_share is {self.later_share}, and later MTP modules read every entry of the earlier "

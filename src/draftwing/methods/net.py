@@ -330,8 +330,7 @@ class DraftNet(nn.Module, ABC):
     def load_tensors(self, tensors: Mapping[str, Tensor], where: str = "the head") -> Self:
         """Load tensors named as in ``named_tensors``: all of them, and no others.
 
-        Raises:
-            CheckpointError: a name is missing, unknown, or has another shape.
+        Raises CheckpointError if a name is missing, unknown, or has another shape.
         """
         views = self.named_tensors()
         missing, unknown = sorted(views.keys() - tensors.keys()), sorted(tensors.keys() - views.keys())

@@ -212,6 +212,12 @@ class DraftLoss(nn.Module):
                 f"training: a net of kind {self.net.kind!r} predicts no features, and the objective compares them: "
                 f"choose --objective fkl, rkl, jsd or tv, or leave it out"
             )
+        num_levels = getattr(self.net, "num_levels", None)
+        if num_levels not in (None, self.num_steps):
+            raise ConfigError(
+                f"training: this {self.net.kind} head guesses {num_levels} tokens, and unroll_steps is "
+                f"{self.num_steps}: give {num_levels}, or start from nothing"
+            )
 
     def forward(self, scored: Scored, truth: TruthLike, *, agreement: bool = False) -> list[StepSums]:
         """Return the sums of every step.

@@ -184,8 +184,7 @@ def drafter_maker(
 ) -> NewDrafter:
     """Return a function that makes drafters with empty state: see ``loading.load_drafter`` and ``Source``.
 
-    Raises:
-        ConfigError: an option that this draft does not have, or a value that it does not take.
+    Raises ConfigError for an option that this draft does not have, or a value that it does not take.
     """
     from draftwing.methods.method import Source
 
@@ -259,8 +258,7 @@ def _shipped_head(entry: Registration, target: Target, tokenizer: Tokenizer | No
 def convert(source: Path, destination: Path, to: str, **options: Any) -> None:
     """Write a head of any method in another layout: see ``formats.convert.convert`` for EAGLE's options.
 
-    Raises:
-        UnsupportedError: a layout that heads of this method do not have.
+    Raises UnsupportedError for a layout that heads of this method do not have.
     """
     method = _method_of_head(source)
     known_layouts = {layout for entry in METHODS.values() if entry.training for layout in entry.method.layouts}
