@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from draftwing.errors import ConfigError
 from draftwing.methods.base import Budget, Drafter, swap_remove
 from draftwing.methods.net import DraftNet
 from draftwing.methods.net_drafter import NetDrafter
@@ -188,8 +187,8 @@ class Learner:
             self.num_handed += 1
 
     def _update(self) -> None:
-        newest = list(self.ring)[-min(self._num_unused, (self.pace.batch + 1) // 2) :]
-        others = [stretch for stretch in self.ring if all(stretch is not new for new in newest)]
+        stretches, num_newest = list(self.ring), min(self._num_unused, (self.pace.batch + 1) // 2)
+        newest, others = stretches[-num_newest:], stretches[:-num_newest]
         chosen = [*newest, *self._random.sample(others, min(len(others), self.pace.batch - len(newest)))]
         self._num_unused = 0
         parameters = list(self._trained.values())
@@ -287,8 +286,7 @@ class OnlineDrafter(NetDrafter):
 
     def admit(self, ctx: Context, features: Tensor | None) -> None:
         self._drafter.admit(ctx, features)
-        if features is None:
-            raise ConfigError(f"{self.name} reads hidden states, and the target gave none for the prompt")
+        assert features is not None
         last = _cloned(features[0, -NUM_SHARED:])
         self._trails.append(_Trail(ctx.rows[-1].length - len(last), [last]))
 
@@ -321,8 +319,7 @@ class OnlineDrafter(NetDrafter):
         """Record the features of the accepted path, and the target's distribution after it."""
         self._drafter.observe(ctx, tree, accepted, output)
         features = output.features_on(tree, accepted.path)
-        if features is None:
-            raise ConfigError(f"{self.name} reads hidden states, and the target's forward gave none")
+        assert features is not None
         paths, counts, parents = accepted.path.tolist(), accepted.num.tolist(), tree.parents.tolist()
         for number, (row, trail) in enumerate(zip(ctx.rows, self._trails, strict=True)):
             path = paths[number][: counts[number] + 1]
