@@ -18,7 +18,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from draftwing.errors import ConfigError
 from draftwing.methods.block import Guess
 from draftwing.methods.dflash import DFlash, DFlashConfig, DFlashNet
 from draftwing.models.linear import Linear
@@ -32,11 +31,6 @@ class DSparkConfig(DFlashConfig):
     """
 
     rank: int = 256
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rank < 1:
-            raise ConfigError(f"a DSpark net needs a rank of at least 1, found {self.rank}: 256 is usual")
 
 
 class DSparkNet(DFlashNet):

@@ -45,10 +45,10 @@ class KangarooConfig(PlainConfig):
     head_dim: int = 64
     rms_norm_eps: float = 1e-5
     like_target: ClassVar = ATTENTION_FIELDS
+    has_one_tap: ClassVar = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_one_tap()
         if self.taps[0] < 1:
             raise ConfigError("a Kangaroo net reads the state behind 1 or more of the target's layers, found tap 0")
 

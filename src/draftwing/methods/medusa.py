@@ -25,7 +25,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -56,10 +56,10 @@ class HeadsConfig(PlainConfig):
 
     num_heads: int = 5
     num_layers: int = 1
+    has_one_tap: ClassVar = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_one_tap()
         if max(self.num_heads, self.num_layers) > MAX_HEADS:
             raise ConfigError(
                 f"a net has up to {MAX_HEADS} heads of up to {MAX_HEADS} layers, found {self.num_heads} and "

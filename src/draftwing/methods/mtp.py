@@ -80,12 +80,7 @@ class MtpConfig(PlainConfig):
     qk_norm: bool = False
     window: int | None = None
     like_target: ClassVar = (*LAYER_FIELDS, "qkv_bias", "o_bias", "mlp_bias", "qk_norm")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_one_tap()
-        if self.num_modules < 1:
-            raise ConfigError(f"an MTP net's num_modules must be at least 1, found {self.num_modules}")
+    has_one_tap: ClassVar = True
 
 
 class MtpModule(nn.Module):
