@@ -282,7 +282,7 @@ class StagedDrafter(CausalLMDrafter):
         # Keep the siblings that the budget has room for, or that its rule finds worth their verification.
         unions = [unite([draft.proposal(row.tokens[-1])]) for row, draft in zip(ctx.rows, drafts, strict=True)]
         for union in unions:
-            union.weigh(lambda union, node: union.claims[node][0])
+            union.weigh(lambda union, node: union.given_probs[node][0])
         tree = together(unions, [union.within(budget) for union in unions], ctx.device, float(num_passes))
         return prune_by_rule(tree, budget.rule) if budget.rule else tree
 

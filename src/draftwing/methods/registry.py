@@ -201,10 +201,10 @@ def drafter_maker(
         makers.append(method.new_drafter(Source(target, tokenizer, str(part), folder, device, checked)))
     if len(makers) == 1:
         return makers[0]
-    from draftwing.methods.ensemble import Claims, CombinedDrafter
+    from draftwing.methods.ensemble import CombinedDrafter, DraftCalibration
 
-    claims, names = Claims(len(makers)), list(map(str, parts))  # shared by all drafters that are made
-    return lambda: CombinedDrafter([make() for make in makers], claims, names)
+    calibration, names = DraftCalibration(len(makers)), list(map(str, parts))  # shared by all drafters that are made
+    return lambda: CombinedDrafter([make() for make in makers], calibration, names)
 
 
 def _split(draft: str | Path) -> Sequence[str | Path]:
