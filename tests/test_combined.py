@@ -233,7 +233,7 @@ def test_each_drafters_claims_are_learnt_by_themselves(many, emitted):
 def distinct(one: ListTree) -> ListTree:
     """Without equal siblings, so that a path is a node."""
     union = unite([one])
-    return ListTree(union.tokens, union.parents, [1.0, *(given[0] for given in union.given_probs[1:])])
+    return ListTree(union.tokens, union.parents, [1.0, *(probs[0] for probs in union.given_probs[1:])])
 
 
 @settings(max_examples=60, deadline=None)
@@ -243,8 +243,8 @@ def test_claims_where_several_spoke_are_learnt_by_who_spoke(one, other, emitted)
     own = paths(union)
     learnt.learn_shared(union, emitted)
     # As nothing is known of either, chances are taken as told, between the tables' ends.
-    for given in union.given_probs:
-        given.update({drafter: min(max(told, 0.01), 0.9975) for drafter, told in given.items()})
+    for probs in union.given_probs:
+        probs.update({drafter: min(max(told, 0.01), 0.9975) for drafter, told in probs.items()})
     told = [noisy_or(union, node) for node in range(len(own))]
     seen: dict[tuple[int, int], list[tuple[float, int, bool]]] = {}
     for node in range(1, len(own)):
