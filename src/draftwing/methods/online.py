@@ -66,9 +66,9 @@ class Stretch:
 class LearningPace:
     """How much to learn."""
 
-    share: float = 0.1  # of the steps' time that updates may take
-    lr: float = 1e-4  # of AdamW
-    num_steps: int = 3  # of the unroll
+    share: float = 0.1  # share of the steps' time that updates may take
+    lr: float = 1e-4  # learning rate of AdamW
+    num_steps: int = 3  # steps of the unroll
     batch: int = 4  # stretches of an update, half of them the newest
     ring: int = 64  # newest stretches that are kept
     length: int = 64  # tokens after which a stretch ends
