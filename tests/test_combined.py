@@ -25,8 +25,8 @@ from draftwing.methods.ensemble import (
     MIN_ANSWERS,
     MIN_PATIENCE,
     Asking,
-    Claims,
     CombinedDrafter,
+    DraftCalibration,
     Offer,
     Proposed,
     proposals,
@@ -97,7 +97,7 @@ def context(texts: list[list[int]]) -> Context:
 
 def combined(parts, texts, names=None) -> tuple[CombinedDrafter, Context]:
     """The parts as one drafter, which has admitted some rows."""
-    both, ctx = CombinedDrafter(parts, Claims(len(parts)), names), context([])
+    both, ctx = CombinedDrafter(parts, DraftCalibration(len(parts)), names), context([])
     for text in texts:
         ctx.rows += context([text]).rows
         both.admit(ctx, None)
@@ -120,7 +120,7 @@ def test_each_part_gets_its_own_hidden_states(target):
     text = decode(target, None, [5, 6, 7], Budget())
     for taps in (((3,), (0, 2)), ((2,), (2,)), ((1, 3), ()), ((3, 1), (1,))):
         parts = [Oracle(text, depth, own) for depth, own in zip((3, 1), taps, strict=True)]
-        both = CombinedDrafter(parts, Claims(2))
+        both = CombinedDrafter(parts, DraftCalibration(2))
         assert both.features.taps == tuple(dict.fromkeys((*taps[0], *taps[1])))
         assert decode(target, both, [5, 6, 7], Budget(4, 2)) == text
         for part, own in zip(parts, taps, strict=True):
@@ -134,7 +134,7 @@ def test_each_part_hears_which_of_its_own_nodes_were_kept(target):
     """The merged tree numbers nodes otherwise; a causal LM moves its slots by its own numbers."""
     text = decode(target, None, [5, 6, 7], Budget())
     short, wrong = Oracle(text, 1), Oracle([0] * 100, 2)
-    both = CombinedDrafter([wrong, Oracle(text, 3), short], Claims(3))
+    both = CombinedDrafter([wrong, Oracle(text, 3), short], DraftCalibration(3))
     assert decode(target, both, [5, 6, 7], Budget(4, 3)) == text
     assert [part.paths[0] for part in both.parts] == [[0, -1, -1, -1], [0, 1, 2, 3], [0, 1, -1, -1]]
 
@@ -143,7 +143,7 @@ def test_each_part_hears_which_of_its_own_nodes_were_kept(target):
 def test_every_part_learns_and_forgets(learns, target):
     """An engine calls ``learn`` before each step, for each part once, and only if a part learns."""
     parts = [Oracle([0] * 50, 1, learns=learns), Oracle([1] * 50, 2), LookupDrafter(VOCAB)]
-    both = CombinedDrafter(parts, Claims(3))
+    both = CombinedDrafter(parts, DraftCalibration(3))
     assert both.learns == learns
     both.learn()
     both.forget()
@@ -156,14 +156,14 @@ def test_every_part_learns_and_forgets(learns, target):
 
 def test_traits_are_those_of_all(target):
     parts = [Oracle([], 1, (3,), identity="a", num_bytes=3, runs_as="x"), LookupDrafter(VOCAB)]
-    both = CombinedDrafter(parts, Claims(2))
+    both = CombinedDrafter(parts, DraftCalibration(2))
     assert [part.name for part in both.parts] == ["lookup", "oracle 1"]  # what costs nothing is asked first
     assert both.name == "lookup + oracle 1"
     assert (both.identity, both.num_bytes, both.runs_as) == ("lookup + oracle 1 a", 3, "x")
     assert both.part_names == ("lookup", "oracle 1")
     assert all((both.drafts, both.reads_features, both.costs_forwards, both.grows_by_rule))
     assert not any((both.learns, both.resumes, both.lists, both.context))
-    assert not CombinedDrafter([LookupDrafter(VOCAB)], Claims(1)).costs_forwards
+    assert not CombinedDrafter([LookupDrafter(VOCAB)], DraftCalibration(1)).costs_forwards
 
 
 def test_a_row_that_one_part_refuses_joins_none(target):
@@ -181,7 +181,7 @@ def test_a_row_that_one_part_refuses_joins_none(target):
             assert row == ctx.num_rows - 1
             self.num_rows -= 1
 
-    decoder = Decoder(target, CombinedDrafter([counted := Counted([], 1), Refuses([], 1)], Claims(2)))
+    decoder = Decoder(target, CombinedDrafter([counted := Counted([], 1), Refuses([], 1)], DraftCalibration(2)))
     with refused(ConfigError, "not this one"):
         decoder.admit([5, 6, 7], Sampling())
     assert decoder.ctx.num_rows == counted.num_rows == 0
@@ -216,7 +216,7 @@ def rule_of(worth: float = 1.0, node: float = 0.1) -> GrowthRule:
 @given(st.lists(proposal(), min_size=1, max_size=3), st.lists(st.integers(0, 2), min_size=1, max_size=4))
 def test_each_drafters_claims_are_learnt_by_themselves(many, emitted):
     many = [distinct(each) for each in many]
-    learnt = Claims(len(many))
+    learnt = DraftCalibration(len(many))
     learnt.learn(many, None, emitted)
     for drafter, each in enumerate(many):
         wanted = table_of(brute(paths(each), each.node_probs, emitted))
@@ -233,17 +233,18 @@ def test_each_drafters_claims_are_learnt_by_themselves(many, emitted):
 def distinct(one: ListTree) -> ListTree:
     """Without equal siblings, so that a path is a node."""
     union = unite([one])
-    return ListTree(union.tokens, union.parents, [1.0, *(claims[0] for claims in union.claims[1:])])
+    return ListTree(union.tokens, union.parents, [1.0, *(probs[0] for probs in union.given_probs[1:])])
 
 
 @settings(max_examples=60, deadline=None)
 @given(proposal(), proposal(), st.lists(st.integers(0, 2), min_size=1, max_size=4))
 def test_claims_where_several_spoke_are_learnt_by_who_spoke(one, other, emitted):
-    union, learnt = unite([one, other]), Claims(2)
+    union, learnt = unite([one, other]), DraftCalibration(2)
     own = paths(union)
     learnt.learn_shared(union, emitted)
-    for claims in union.claims:  # as nothing is known of either, chances are taken as told, between the tables' ends
-        claims.update({drafter: min(max(told, 0.01), 0.9975) for drafter, told in claims.items()})
+    # As nothing is known of either, chances are taken as told, between the tables' ends.
+    for probs in union.given_probs:
+        probs.update({drafter: min(max(told, 0.01), 0.9975) for drafter, told in probs.items()})
     told = [noisy_or(union, node) for node in range(len(own))]
     seen: dict[tuple[int, int], list[tuple[float, int, bool]]] = {}
     for node in range(1, len(own)):
@@ -262,7 +263,7 @@ def test_claims_where_several_spoke_are_learnt_by_who_spoke(one, other, emitted)
 
 def test_agreement_and_contradiction_come_to_mean_what_they_are_worth():
     """One drafter is right half the time and says so, the other always where the first agrees and never else."""
-    learnt, rng = Claims(2), np.random.default_rng(0)
+    learnt, rng = DraftCalibration(2), np.random.default_rng(0)
     for _ in range(400):
         true = int(rng.integers(0, 2))
         first = ListTree([9, true if rng.random() < 0.5 else 1 - true], [-1, 0], [1.0, 0.5])
@@ -368,15 +369,15 @@ def test_another_text_is_looked_at_soon_and_believed():
 
 def test_sampled_texts_are_learnt_of_by_themselves():
     both, ctx = combined([LookupDrafter(VOCAB), Oracle([4, 5, 6, 7, 8, 9], 3)], [[4, 5]])
-    budget, tables = Budget(4, 2, 16, rule=rule_of(node=0.01)), (both.claims, both.claims.sampled)
+    budget, tables = Budget(4, 2, 16, rule=rule_of(node=0.01)), (both.calibration, both.calibration.sampled)
     for temperature, before in ((0.0, [0, 0]), (1.0, [1, 0])):
         batch = SamplingBatch([Sampling(temperature=temperature, seed=1)], KeyedNoise(VOCAB))
-        assert [claims.asking[1].num_answers[0] for claims in tables] == before
+        assert [calibration.asking[1].num_answers[0] for calibration in tables] == before
         both.propose(ctx, batch, budget)
         ctx.rows[0].tokens += ctx.rows[0].tokens[:1]
         ctx.rows[0].length += 1
         both.propose(ctx, batch, Budget(0))
-    assert [claims.asking[1].num_answers[0] for claims in tables] == [1, 1]
+    assert [calibration.asking[1].num_answers[0] for calibration in tables] == [1, 1]
 
 
 @pytest.mark.parametrize("budget", [Budget(3), Budget(4, 3), Budget(4, 3, 5)], ids=str)
@@ -405,13 +406,13 @@ class RetrievalOfOwn(RetrievalDrafter):
 
 def test_what_asking_brought_is_learnt_of_every_step():
     """Of claims every fourth is enough."""
-    claims = Claims(2)
+    calibration = DraftCalibration(2)
     offers = [Offer([ListTree([9], [-1], [1.0])]), Offer([ListTree([9, 1], [-1, 0], [1.0, 0.5])])]
     row = Row([5, 9, 1, 7], 3, 1)
-    Proposed([row], [1], offers, [None], {1: [0.0]}).learn(claims, whole=False)
-    assert claims.asking[1].num_answers[0] == 1
-    assert claims.asking[1].mean_added[0] == 1.0
-    assert claims.tables[1].pending == []
+    Proposed([row], [1], offers, [None], {1: [0.0]}).learn(calibration, whole=False)
+    assert calibration.asking[1].num_answers[0] == 1
+    assert calibration.asking[1].mean_added[0] == 1.0
+    assert calibration.tables[1].pending == []
 
 
 def test_a_draft_without_a_pass_says_that_it_took_none():
@@ -420,7 +421,7 @@ def test_a_draft_without_a_pass_says_that_it_took_none():
     budget = Budget(4, 2, 16, rule=rule_of(node=0.01))
     assert both.propose(ctx, GREEDY, budget).num_draft_forwards == 3
     assert costly.budgets[-1].depth == 4
-    asking = both.claims.asking[1]
+    asking = both.calibration.asking[1]
     asking.forwards_by_rows[1] = (MIN_ANSWERS, 100.0)
     for _ in range(MIN_ANSWERS):
         asking.add_gain(3.0, 0, 3)
@@ -457,7 +458,7 @@ class Asked(CausalLMDrafter):
 
 def choosing(target, rule="match", budget=None):
     model = Asked(target, VOCAB)
-    both = CombinedDrafter([model, LookupDrafter(VOCAB, 1)], Claims(2), ["model", "lookup"])
+    both = CombinedDrafter([model, LookupDrafter(VOCAB, 1)], DraftCalibration(2), ["model", "lookup"])
     return model, Engine(Decoder(target, both, rule, budget or Budget(3, 2)))
 
 
@@ -497,10 +498,10 @@ def test_a_part_that_no_request_chose_is_not_asked(rule, budget, target):
 
 
 def test_nothing_is_learnt_of_a_part_that_no_request_chose(target):
-    claims, offers = Claims(2), [Offer([ListTree([9], [-1], [1.0])] * 2) for _ in range(2)]
+    calibration, offers = DraftCalibration(2), [Offer([ListTree([9], [-1], [1.0])] * 2) for _ in range(2)]
     rows = [Row([5, 9, 1, 7], 3, 1, drafts=wish) for wish in (("lookup",), None)]
-    Proposed(rows, [1, 1], offers, [None] * 2, {1: [0.0, 0.0]}, ("lookup", "model")).learn(claims, whole=True)
-    assert claims.asking[1].num_answers[0] == 1
+    Proposed(rows, [1, 1], offers, [None] * 2, {1: [0.0, 0.0]}, ("lookup", "model")).learn(calibration, whole=True)
+    assert calibration.asking[1].num_answers[0] == 1
 
 
 def test_drafts_that_are_not_there_are_refused(folder, target):
@@ -547,7 +548,7 @@ def test_several_are_named_with_a_plus(folder):
     lm = load(folder, f"{folder}+lookup", dtype="float64", draft_options={"min_match": 1}, budget=Budget(3, 2))
     assert lm.drafter_name == f"lookup + causal-lm ({folder.name})"
     assert lm.new_drafter().parts[0].min_match == 1
-    assert lm.new_drafter().claims is lm.new_drafter().claims  # shared by the next text
+    assert lm.new_drafter().calibration is lm.new_drafter().calibration  # shared by the next text
     plain, planned = LM(lm.target, lm.tokenizer), LM(lm.target, lm.tokenizer, lm.new_drafter)
     for temperature in (0.0, 1.0):
         options = {"max_tokens": 30, "temperature": temperature, "seed": 3, "ignore_eos": True}

@@ -30,7 +30,7 @@ from draftwing.methods.base import EAGLE_TREE, MEDUSA_TREE, Budget, Drafter, NoD
 from draftwing.methods.block import BlockDrafter, BlockNet
 from draftwing.methods.causal_lm import CausalLMDrafter, StagedDrafter
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
-from draftwing.methods.ensemble import Claims, CombinedDrafter
+from draftwing.methods.ensemble import CombinedDrafter, DraftCalibration
 from draftwing.methods.kangaroo import KangarooConfig, KangarooDrafter, KangarooNet
 from draftwing.methods.layer_skip import LayerSkipDrafter
 from draftwing.methods.lookahead import LookaheadDrafter
@@ -177,7 +177,7 @@ def lookup(lab: Lab, kind: str) -> Drafter:
 
 
 def all_of(*makers: Callable[[Lab, str], Drafter]) -> Callable[[Lab, str], Drafter]:
-    return lambda lab, kind: CombinedDrafter([make(lab, kind) for make in makers], Claims(len(makers)))
+    return lambda lab, kind: CombinedDrafter([make(lab, kind) for make in makers], DraftCalibration(len(makers)))
 
 
 def begun_right(stats: Stats) -> bool:

@@ -60,7 +60,7 @@ def told_of(many: list[ListTree]) -> dict[Path, dict[int, float]]:
 
 def noisy_or(union: Union, node: int) -> float:
     wrong = 1.0
-    for told in union.claims[node].values():
+    for told in union.given_probs[node].values():
         wrong *= 1 - told
     return 1 - wrong
 
@@ -80,7 +80,7 @@ def test_the_union_is_that_of_the_paths(many):
     for node, path in enumerate(own):
         assert union.depths[node] == len(path)
         assert node == 0 or 0 <= union.parents[node] < node
-        assert union.claims[node] == wanted.get(path, {})
+        assert union.given_probs[node] == wanted.get(path, {})
         below = [found for found in wanted if found[:-1] == path]
         assert union.child_proposers[node] == sum({1 << drafter for found in below for drafter in wanted[found]})
         assert union.proposers(node) == sum(1 << drafter for drafter in wanted.get(path, {}))

@@ -374,7 +374,7 @@ def test_the_loss_over_some_tokens():
 
 def test_losses_that_cannot_be_meant():
     net, _ = tiny_net(2)
-    with refused(ConfigError, "has 2 MTP modules, and unroll_steps is 3", "give 2"):
+    with refused(ConfigError, "mtp head guesses 2 tokens", "unroll_steps is 3: give 2"):
         MtpLoss(net, OBJECTIVES["next-token"], 3)
     with refused(ConfigError, "later_share is 0.5", "leave it out"):
         MtpLoss(net, OBJECTIVES["next-token"], 2, 0.0, 0.5)

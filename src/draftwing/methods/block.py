@@ -22,22 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwing.errors import ConfigError
 from draftwing.methods.base import Drafter
 from draftwing.methods.method import NetMethod, NewNet
 from draftwing.methods.net import DraftNet, Scored
 from draftwing.methods.net_drafter import EagleDrafter
-from draftwing.methods.objectives import (
-    CHUNK,
-    GPU_CHUNK,
-    DraftLoss,
-    StepGuesses,
-    StepSums,
-    TruthLike,
-    product_dtype,
-    step_sums,
-    tv,
-)
+from draftwing.methods.objectives import CHUNK, GPU_CHUNK, DraftLoss, StepGuesses, TruthLike, tv
 from draftwing.models.attention import Attend
 from draftwing.models.linear import Linear
 from draftwing.models.target import Target
@@ -201,35 +190,28 @@ class BlockLoss(DraftLoss):
     start from (``BlockNet.share``); less is faster.
     """
 
-    def check(self) -> None:
-        super().check()
-        levels = self.net.num_levels
-        if self.num_steps != levels:
-            raise ConfigError(
-                f"training: this {self.net.kind} head guesses {levels} tokens, and unroll_steps is {self.num_steps}: "
-                f"give {levels}, or start from nothing"
-            )
-
-    def forward(self, scored: Scored, truth: TruthLike, *, agreement: bool = False) -> list[StepSums]:
-        dtype, net = product_dtype(scored.features, self.net.dtype), self.net
-        entries, sums = self.entries(scored), []
-        for level, (read, weight) in enumerate(self._levels(scored, entries, self.num_steps)):
-            weight = self.narrow(weight)
-            rows, where = truth.rows(level, entries, of_text=self.objective.of_text)
-            read = read[rows]
-            step = step_sums(read, weight, truth, where, self.objective, dtype, agreement=agreement)
-            confidence = net.confidence_logits(read.detach())
-            if confidence is not None:
-                kept = _keep_rates(read.detach().to(dtype), weight.detach().to(dtype), truth.probs, where)
-                miss = F.binary_cross_entropy_with_logits(confidence.float(), kept.float(), reduction="sum")
-                step = replace(step, loss=step.loss + miss)
-            sums.append(step)
-        return sums
+    def extra_loss(
+        self, read: Tensor, weight: Tensor, truth: TruthLike, where: Tensor, dtype: torch.dtype
+    ) -> Tensor | None:
+        """Compare the net's confidence with 1 - TV, the share of its guesses that sampling keeps."""
+        confidence = self.net.confidence_logits(read)
+        if confidence is None:
+            return None
+        read, weight, probs = read.to(dtype), weight.to(dtype), truth.probs
+        chunk = CHUNK.get(read.device.type, GPU_CHUNK)
+        kept = torch.empty(len(read), device=read.device)
+        with torch.no_grad():
+            for start in range(0, len(read), chunk):
+                logits = (read[start : start + chunk] @ weight.T).to(probs.dtype)
+                kept[start : start + chunk] = 1 - tv(logits, probs[where[start : start + chunk]])
+        return F.binary_cross_entropy_with_logits(confidence.float(), kept, reduction="sum")
 
     def steps(self, scored: Scored, num_steps: int) -> Iterator[StepGuesses]:
         entries = self.entries(scored)
-        for level, (read, _) in enumerate(self._levels(scored, entries, min(num_steps, self.num_steps))):
-            yield StepGuesses(level, entries, read)
+        ids = F.pad(scored.batch.ids, (0, self.net.num_levels))  # the last entries' blocks reach beyond the text
+        levels = self.net.levels(ids, self.noisy(scored.features), entries, min(num_steps, self.num_steps))
+        for level, (read, weight) in enumerate(levels):
+            yield StepGuesses(level, entries, read, weight)
 
     def logits(self, index: int, read: Tensor) -> Tensor:
         logits: Tensor = self.net.level_logits(index, read)
@@ -246,20 +228,6 @@ class BlockLoss(DraftLoss):
         else:
             entries = torch.arange(count) * total // count
         return entries.to(scored.batch.ids.device)
-
-    def _levels(self, scored: Scored, entries: Tensor, num_levels: int) -> Iterator[tuple[Tensor, Tensor]]:
-        ids = F.pad(scored.batch.ids, (0, self.net.num_levels))  # the last entries' blocks reach beyond the text
-        yield from self.net.levels(ids, self.noisy(scored.features), entries, num_levels)
-
-
-@torch.no_grad()
-def _keep_rates(read: Tensor, weight: Tensor, probs: Tensor, rows: Tensor) -> Tensor:
-    """Return 1 - TV (R,) of softmax(read @ weight.T) and ``probs[rows]``: how often sampling keeps a guess."""
-    chunk, overlaps = CHUNK.get(read.device.type, GPU_CHUNK), []
-    for start in range(0, len(read), chunk):
-        logits = (read[start : start + chunk] @ weight.T).to(probs.dtype)
-        overlaps.append(1 - tv(logits, probs[rows[start : start + chunk]]))
-    return torch.cat(overlaps) if overlaps else probs.new_zeros(0)
 
 
 # --- registration ----------------------------------------------------------------------------------------------------

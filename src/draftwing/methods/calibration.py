@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.errors import ConfigError
@@ -61,10 +62,6 @@ class Calibration:
         if not bool(is_hit.any()):
             return cls(miss=min(miss, 0.99), scale=scale)
         scores, places = rivals[is_hit].double(), hit[is_hit]
-        grid = torch.logspace(-1.3, 1.0, 120, dtype=torch.float64)
-        losses = [
-            torch.nn.functional.cross_entropy(float(sharpness) * scores, places, reduction="mean").item()
-            for sharpness in grid
-        ]
-        best = min(range(len(grid)), key=losses.__getitem__)
-        return cls(round(float(grid[best]), 3), round(min(miss, 0.99), 3), scale)
+        grid = torch.logspace(-1.3, 1.0, 120, dtype=torch.float64).tolist()
+        best = min(grid, key=lambda sharpness: float(F.cross_entropy(sharpness * scores, places)))
+        return cls(round(best, 3), round(min(miss, 0.99), 3), scale)

@@ -282,7 +282,7 @@ class StagedDrafter(CausalLMDrafter):
         # Keep the siblings that the budget has room for, or that its rule finds worth their verification.
         unions = [unite([draft.proposal(row.tokens[-1])]) for row, draft in zip(ctx.rows, drafts, strict=True)]
         for union in unions:
-            union.weigh(lambda union, node: union.claims[node][0])
+            union.weigh(lambda union, node: union.given_probs[node][0])
         tree = together(unions, [union.within(budget) for union in unions], ctx.device, float(num_passes))
         return prune_by_rule(tree, budget.rule) if budget.rule else tree
 
@@ -301,35 +301,29 @@ class StagedDrafter(CausalLMDrafter):
         chain = DraftTree.chain(ctx.tensor([[*run, *[PAD] * (width - len(run))] for run in runs]))
         logits, _ = self.runner.forward(Entries(chain, [draft.read for draft in drafts]))
         assert logits is not None
-        levels = [[max(len(draft.tokens) + i - len(draft.fresh) + 1, 0) for i in range(width)] for draft in drafts]
-        tokens, probs = self._best_children(ctx, sampling, budget, logits, levels)
+        # The likeliest children of every entry (B, W, C), best first, and their probabilities.
+        starts = [row.length + 1 for row in ctx.rows]
+        scores = sampling.scores(logits, ctx.roots(), None)
+        ranked = scores = scores.masked_fill(scores.isnan(), -torch.inf)
+        if budget.children == "keyed":
+            levels = [[max(len(draft.tokens) + i - len(draft.fresh) + 1, 0) for i in range(width)] for draft in drafts]
+            ranked = sampling.perturb(scores, ctx.tensor(levels), starts, max(map(max, levels)))
+        best = ranked.topk(min(budget.width, scores.shape[-1]), dim=-1).indices
+        children = Children(sampling, budget.children, self._calibration, starts)
+        probs = children.log_prob(scores, ranked, best).exp().clamp(max=1.0)
         rule = budget.rule
         rates = None if rule is None else AcceptRates(rule.knots, rule.rates)
-        for draft, row_tokens, row_probs in zip(drafts, tokens, probs, strict=True):
+        for draft, row_tokens, row_probs in zip(drafts, best.tolist(), probs.tolist(), strict=True):
             if not draft.is_open:
                 continue
             first, before = len(draft.fresh) - 1, len(draft.tokens)
-            children = [list(zip(*pair, strict=True)) for pair in zip(row_tokens, row_probs, strict=True)]
-            draft.extend(children[first : first + 1 + len(draft.guess)], depth)
+            pairs = [list(zip(*entry, strict=True)) for entry in zip(row_tokens, row_probs, strict=True)]
+            draft.extend(pairs[first : first + 1 + len(draft.guess)], depth)
             if rule is not None and rates is not None:
                 for level in range(before, len(draft.tokens)):
                     draft.reached *= rates(draft.children[level][0][1], level)
                 last = len(draft.tokens) - 1
                 draft.is_open &= draft.reached * float(rule.gains[last]) > float(rule.costs[last])
-
-    def _best_children(
-        self, ctx: Context, sampling: SamplingBatch, budget: Budget, logits: Tensor, levels: Sequence[Sequence[int]]
-    ) -> tuple[list[list[list[int]]], list[list[list[float]]]]:
-        """Return the likeliest children of every entry (B, W, C), best first, and their probabilities."""
-        starts = [row.length + 1 for row in ctx.rows]
-        scores = sampling.scores(logits, ctx.roots(), None)
-        scores = scores.masked_fill(scores.isnan(), -torch.inf)
-        ranked = scores
-        if budget.children == "keyed":
-            ranked = sampling.perturb(scores, ctx.tensor(levels), starts, max(map(max, levels)))
-        tokens = ranked.topk(min(budget.width, scores.shape[-1]), dim=-1).indices
-        children = Children(sampling, budget.children, self._calibration, starts)
-        return tokens.tolist(), children.log_prob(scores, ranked, tokens).exp().clamp(max=1.0).tolist()
 
 
 # --- the model in training -------------------------------------------------------------------------------------------

@@ -42,8 +42,7 @@ def dflash_taps(num_layers: int, num_taps: int = 5) -> tuple[int, ...]:
 class DFlashConfig(PlainConfig):
     """The shape of a DFlash net: ``block_size`` tokens with the pending one, and sizes of its decoder layers.
 
-    Raises:
-        ConfigError: sizes that do not go together.
+    Raises ConfigError for sizes that do not go together.
     """
 
     num_layers: int

@@ -18,7 +18,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from draftwing.errors import ConfigError
 from draftwing.methods.block import Guess
 from draftwing.methods.dflash import DFlash, DFlashConfig, DFlashNet
 from draftwing.models.linear import Linear
@@ -28,16 +27,10 @@ from draftwing.models.linear import Linear
 class DSparkConfig(DFlashConfig):
     """The shape of a DSpark net, whose bias by the token before has the rank S.
 
-    Raises:
-        ConfigError: see ``DFlashConfig``; or a rank below 1.
+    Raises ConfigError for a rank below 1; see also ``DFlashConfig``.
     """
 
     rank: int = 256
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rank < 1:
-            raise ConfigError(f"a DSpark net needs a rank of at least 1, found {self.rank}: 256 is usual")
 
 
 class DSparkNet(DFlashNet):

@@ -36,8 +36,7 @@ Inputs = Literal["token", "feature", "feature-unshifted", "feature-shifted"]
 def default_taps(num_layers: int) -> tuple[int, int, int]:
     """Return EAGLE-3's low, middle and high tap: the inputs of layers 2, L // 2 and L - 3, the default of all engines.
 
-    Raises:
-        ConfigError: the target has fewer than 3 layers.
+    Raises ConfigError if the target has fewer than 3 layers.
     """
     if num_layers < 3:
         raise ConfigError(

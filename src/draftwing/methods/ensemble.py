@@ -24,10 +24,12 @@ from functools import cached_property, partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from draftwing.budget.acceptance import Acceptance
 from draftwing.errors import DraftwingError
 from draftwing.methods.base import Budget, Drafter, ListTree
+from draftwing.methods.lookup import to_draft_tree
 from draftwing.models.context import Context, FeatureSpec, Row, TargetOutput
 from draftwing.runtime.tree_builder import UNKNOWN_PROB, AcceptRates, num_worthwhile, prune_by_rule
 from draftwing.sampling import SamplingBatch
@@ -106,23 +108,23 @@ class Union:
     """The union of the paths of several proposals, parents before their children.
 
     Attributes:
-        claims: for each node the probability that each of its drafters gave it; empty for the root.
+        given_probs: for each node the probability that each of its drafters gave it; empty for the root.
         child_proposers: for each node a bit mask of the drafters that proposed any child of it.
-        chances: probability of each node given its parent, from all claims together; 1 for the root.
+        chances: probability of each node given its parent, from all drafters together; 1 for the root.
         reached: probability of each node's path.
     """
 
     tokens: list[int]
     parents: list[int] = field(default_factory=lambda: [-1])
     depths: list[int] = field(default_factory=lambda: [0])
-    claims: list[dict[int, float]] = field(default_factory=lambda: [{}])
+    given_probs: list[dict[int, float]] = field(default_factory=lambda: [{}])
     child_proposers: list[int] = field(default_factory=lambda: [0])
     chances: list[float] = field(default_factory=lambda: [1.0])
     reached: list[float] = field(default_factory=lambda: [1.0])
 
     def proposers(self, node: int) -> int:
         """Return a bit mask of the drafters that proposed a node."""
-        return sum(1 << drafter for drafter in self.claims[node])
+        return sum(1 << drafter for drafter in self.given_probs[node])
 
     def weigh(self, chance: Callable[[Union, int], float]) -> None:
         """Set the probability of every node by ``chance``, scaled so that those of siblings sum to 1 at most."""
@@ -180,11 +182,11 @@ def unite(proposed: Sequence[ListTree]) -> Union:
                 union.tokens.append(token)
                 union.parents.append(above)
                 union.depths.append(union.depths[above] + 1)
-                union.claims.append({})
+                union.given_probs.append({})
                 union.child_proposers.append(0)
             places[node] = child
-            claims = union.claims[child]
-            claims[drafter] = max(claims.get(drafter, 0.0), proposal.node_probs[node])
+            given = union.given_probs[child]
+            given[drafter] = max(given.get(drafter, 0.0), proposal.node_probs[node])
     return union
 
 
@@ -192,20 +194,15 @@ def together(
     unions: Sequence[Union], kept: Sequence[Sequence[int]], device: torch.device, num_forwards: float | None = None
 ) -> DraftTree:
     """Return the ``kept`` nodes of every row, parents first, as one batch of trees."""
-    width, is_line, rows = max(map(len, kept)), True, []
+    rows, reached = [], []
     for union, nodes in zip(unions, kept, strict=True):
-        place, num_unused = {node: i for i, node in enumerate(nodes)}, width - len(nodes)
-        parents = [-1, *[place[union.parents[node]] for node in nodes[1:]]]
-        is_line &= parents == [*range(-1, len(nodes) - 1)]
-        tokens = [*[union.tokens[node] for node in nodes], *[PAD] * num_unused]
-        reached = [*[union.reached[node] for node in nodes], *[0.0] * num_unused]
-        probs = [*[union.chances[node] for node in nodes], *[0.0] * num_unused]
-        rows.append((tokens, parents + [-1] * num_unused, reached, probs))
-    columns = tuple(zip(*rows, strict=True))
-    tokens_BN, parents_BN = torch.tensor(columns[:2], device=device).unbind()
-    reached_BN, probs_BN = torch.tensor(columns[2:], dtype=torch.float32, device=device).unbind()
-    depth = max(union.depths[node] for union, nodes in zip(unions, kept, strict=True) for node in nodes)
-    return DraftTree(tokens_BN, parents_BN, reached_BN, None, probs_BN, num_forwards, is_line=is_line, depth=depth)
+        place = {node: i for i, node in enumerate(nodes)}
+        tokens, parents = [union.tokens[node] for node in nodes], [place[union.parents[node]] for node in nodes[1:]]
+        depth = max(union.depths[node] for node in nodes)
+        rows.append(ListTree(tokens, [-1, *parents], [union.chances[node] for node in nodes], depth))
+        reached.append(torch.tensor([union.reached[node] for node in nodes]))
+    confidence = pad_sequence(reached, batch_first=True).to(device)
+    return replace(to_draft_tree(rows, device), confidence=confidence, num_draft_forwards=num_forwards)
 
 
 def by_row(trees: Sequence[DraftTree], chosen: Sequence[int]) -> DraftTree:
@@ -248,9 +245,9 @@ def part_path(proposed: Sequence[ListTree], kept: Sequence[Sequence[int]], like:
     return torch.tensor([[*path, *[PAD] * (width - len(path))] for path in paths], device=like.device)
 
 
-# --- how often claims come true, and when to ask a drafter that costs forwards ---------------------------------------
+# --- how often drafters are right, and when to ask one that costs forwards -------------------------------------------
 
-FIRST_CLAIMS, MAX_CLAIMS = 1, 64  # claims that a table learns from at once: few at first
+FIRST_OUTCOMES, MAX_OUTCOMES = 1, 64  # outcomes that a table learns from at once: few at first
 LEARN_ALL_STEPS, LEARN_EVERY = 128, 4  # after this many steps, learn from every 4th only: learning takes time
 EXPECTED_TOKENS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # bins of the tokens expected from the other drafters
 MIN_ANSWERS = 6  # times to ask a drafter in each bin before judging it
@@ -261,11 +258,11 @@ EMA_WEIGHT = 0.03  # smallest weight of the latest answer
 MIN_PATIENCE, MAX_PATIENCE = 4, 64  # refusals after which a drafter is asked anyway, at first and at most
 
 
-class ClaimTable:
-    """How often claims of a given probability and depth come true.
+class RateTable:
+    """How often nodes of a given probability and depth are accepted.
 
     Attributes:
-        pending: probability, depth (from 1) and outcome of claims whose parents were accepted, not learned from yet.
+        pending: probability, depth (from 1) and outcome of nodes whose parents were accepted, not learned from yet.
         lines: knots and rates of a ``GrowthRule``.
     """
 
@@ -277,7 +274,7 @@ class ClaimTable:
 
     def settle(self) -> None:
         """Learn from the pending outcomes if they are enough."""
-        if len(self.pending) >= min(FIRST_CLAIMS + self._num_seen // 4, MAX_CLAIMS):
+        if len(self.pending) >= min(FIRST_OUTCOMES + self._num_seen // 4, MAX_OUTCOMES):
             self._num_seen += len(self.pending)
             self._acceptance.observe(*zip(*self.pending, strict=True))
             self.pending, self.lines = [], self._acceptance.tables()
@@ -293,12 +290,12 @@ def outcomes(proposal: ListTree | Union, emitted: Sequence[int]) -> Iterator[tup
             yield node, depth + 1, proposal.tokens[node] == emitted[depth]
 
 
-class Claims:
+class DraftCalibration:
     """Calibrates the probabilities of several drafters; shared by all decode loops of a model.
 
-    A drafter's claim is calibrated by the outcomes of its earlier claims. If several drafters proposed children of a
-    node, their claims for one token are combined as independent, and the result is calibrated by the outcomes for the
-    same proposers of the node and of its siblings.
+    A drafter's probability is calibrated by the outcomes of its earlier ones. If several drafters proposed children of
+    a node, their probabilities of one token are combined as independent, and the result is calibrated by the outcomes
+    for the same proposers of the node and of its siblings.
 
     Attributes:
         tables, shared: calibration by drafter, and by (proposers of a node, proposers of its parent's children).
@@ -306,19 +303,18 @@ class Claims:
     """
 
     def __init__(self, num_drafters: int) -> None:
-        self.tables = [ClaimTable() for _ in range(num_drafters)]
-        self.shared: dict[tuple[int, int], ClaimTable] = {}
+        self.tables = [RateTable() for _ in range(num_drafters)]
+        self.shared: dict[tuple[int, int], RateTable] = {}
         self.asking = [Asking() for _ in range(num_drafters)]
-        self._lock = threading.Lock()
-        self._num_steps = 0
+        self._lock, self._num_steps = threading.Lock(), 0
 
     @cached_property
-    def sampled(self) -> Claims:
-        """The claims of sampled requests; ``self`` has those of greedy ones.
+    def sampled(self) -> DraftCalibration:
+        """The calibration of sampled requests; ``self`` has that of greedy ones.
 
         Sampling noise changes how drafters estimate probabilities, and sampled text repeats itself less.
         """
-        return Claims(len(self.tables))
+        return DraftCalibration(len(self.tables))
 
     def is_due(self) -> bool:
         """Return True if this step should be learned from: all at first, later some."""
@@ -326,12 +322,12 @@ class Claims:
         return self._num_steps <= LEARN_ALL_STEPS or self._num_steps % LEARN_EVERY == 0
 
     def calibrated(self, drafter: int, rule: GrowthRule) -> GrowthRule:
-        """Return ``rule`` with the calibration of one drafter's own claims."""
+        """Return ``rule`` with the calibration of one drafter."""
         knots, rates = self.tables[drafter].lines
         return replace(rule, knots=knots, rates=rates)
 
     def path_probs(self, drafter: int, proposal: ListTree) -> list[float]:
-        """Return the probability of every node's path, by one drafter's claims alone."""
+        """Return the probability of every node's path, by one drafter alone."""
         rates, reached, depths = self.tables[drafter].rates, [1.0], [0]
         for node in range(1, len(proposal.tokens)):
             above = proposal.parents[node]
@@ -346,9 +342,9 @@ class Claims:
         return prob if table is None else table.rates(prob, union.depths[node] - 1)
 
     def _joint(self, union: Union, node: int) -> float:
-        """Return the probability that not all claims for a node are wrong."""
+        """Return the probability that not all proposers of a node are wrong."""
         level, wrong = union.depths[node] - 1, 1.0
-        for drafter, prob in union.claims[node].items():
+        for drafter, prob in union.given_probs[node].items():
             wrong *= 1 - self.tables[drafter].rates(prob, level)
         return 1 - wrong
 
@@ -374,7 +370,7 @@ class Claims:
         for node, depth, is_right in outcomes(union, emitted):
             siblings_by = union.child_proposers[union.parents[node]]
             if siblings_by & (siblings_by - 1):  # more than one bit is set
-                table = self.shared.setdefault((union.proposers(node), siblings_by), ClaimTable())
+                table = self.shared.setdefault((union.proposers(node), siblings_by), RateTable())
                 table.pending.append((self._joint(union, node), depth, is_right))
 
 
@@ -397,8 +393,8 @@ class Proposed:
     expected: Mapping[int, Sequence[float]]
     names: Sequence[str] = ()
 
-    def learn(self, claims: Claims, *, whole: bool) -> None:
-        """Learn from the tokens emitted since: what each drafter added and, if ``whole``, every claim."""
+    def learn(self, calibration: DraftCalibration, *, whole: bool) -> None:
+        """Learn from the tokens emitted since: what each drafter added and, if ``whole``, every node."""
         if not whole and not self.expected:
             return
         for number, (row, start) in enumerate(zip(self.rows, self.starts, strict=True)):
@@ -407,7 +403,7 @@ class Proposed:
                 continue
             proposed = [offer.rows[number] for offer in self.offers]
             if whole:
-                claims.learn(proposed, self.unions[number], emitted)
+                calibration.learn(proposed, self.unions[number], emitted)
             for place, expected in self.expected.items():
                 if row.drafts is None or row.takes(self.names[place]):
                     depths = [
@@ -416,7 +412,7 @@ class Proposed:
                     ]
                     num_added = max(depths[-1] - max(depths[:-1], default=0), 0)
                     num_nodes = len(proposed[place].tokens) - 1 if self.offers[place].is_used else 0
-                    claims.asking[place].add_gain(expected[number], num_added, num_nodes)
+                    calibration.asking[place].add_gain(expected[number], num_added, num_nodes)
 
 
 class Asking:
@@ -508,13 +504,15 @@ class CombinedDrafter(Drafter):
 
     Args:
         parts: drafters; those that cost no forwards are asked first.
-        claims: their calibration, in the order of ``self.parts``; shared by all decode loops of a model.
+        calibration: of their probabilities, in the order of ``self.parts``; shared by all decode loops of a model.
         names: by which a request chooses among them; None: their own.
     """
 
-    grows_by_rule = True  # each part by its calibrated claims
+    grows_by_rule = True  # each part by its calibrated probabilities
 
-    def __init__(self, parts: Sequence[Drafter], claims: Claims, names: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, parts: Sequence[Drafter], calibration: DraftCalibration, names: Sequence[str] | None = None
+    ) -> None:
         pairs = zip(parts, names or [part.name for part in parts], strict=True)
         ordered = sorted(pairs, key=lambda pair: pair[0].costs_forwards)
         self.parts, self.part_names = [part for part, _ in ordered], tuple(name for _, name in ordered)
@@ -533,7 +531,7 @@ class CombinedDrafter(Drafter):
         self._offers: list[Offer | None] = [None] * len(self.parts)
         self._extra_from: int | None = None  # the part whose extra nodes are scored (``DraftTree.num_extra_nodes``)
         self._extra: tuple[Tensor, Tensor, int] | None = None
-        self.claims = self._claims = claims  # for greedy requests; for the rows of this step
+        self.calibration = self._calibration = calibration  # for greedy requests; for the rows of this step
         self._step: Proposed | None = None
         self._row: Row | None = None  # the last one that ran alone
 
@@ -595,12 +593,12 @@ class CombinedDrafter(Drafter):
         """Return the best nodes of all proposals within the budget."""
         step, self._step = self._step, None
         if step is not None:
-            step.learn(self._claims, whole=self._claims.is_due())
+            step.learn(self._calibration, whole=self._calibration.is_due())
         if ctx.num_rows == 1 and ctx.rows[0] is not self._row:
             self._row = ctx.rows[0]
-            for asking in (*self.claims.asking, *self.claims.sampled.asking):
+            for asking in (*self.calibration.asking, *self.calibration.sampled.asking):
                 asking.begin_request()
-        self._claims = self.claims if sampling.all_greedy else self.claims.sampled
+        self._calibration = self.calibration if sampling.all_greedy else self.calibration.sampled
         self._offers, self._extra_from, self._extra = [None] * len(self.parts), None, None
         if budget.depth == 0:
             for part in self.parts:
@@ -620,13 +618,13 @@ class CombinedDrafter(Drafter):
         self._offers = [None if part.lists else offer for part, offer in zip(self.parts, offers, strict=True)]
         if len(used) == 1 and (tree := offers[used[0]].tree) is not None:
             if rule is not None and not self.parts[used[0]].grows_by_rule:
-                tree = prune_by_rule(tree, self._claims.calibrated(used[0], rule))
+                tree = prune_by_rule(tree, self._calibration.calibrated(used[0], rule))
             else:
                 self._offers[used[0]] = None
             return replace(tree, num_draft_forwards=num_forwards)
         unions = [unite(row) for row in zip(*[offer.rows for offer in offers], strict=True)]
         for union in unions:
-            union.weigh(self._claims.chance)
+            union.weigh(self._calibration.chance)
         if len(used) > 1:
             self._step.unions = unions
         kept = [union.within(budget) for union in unions]
@@ -642,13 +640,13 @@ class CombinedDrafter(Drafter):
         rule, num_rows, num_forwards, num_worthy = budget.rule, ctx.num_rows, 0.0, 0
         offers, expected, expected_before = list[Offer](), [0.0] * num_rows, dict[int, list[float]]()
         for place, part in enumerate(self.parts):
-            costs, asking, part_budget = part.costs_forwards, self._claims.asking[place], budget
+            costs, asking, part_budget = part.costs_forwards, self._calibration.asking[place], budget
             is_asked = any(row.takes(self.part_names[place]) for row in ctx.rows)
             if costs and rule is not None:
                 is_asked = is_asked and asking.is_worth_it(expected, num_worthy, rule)
             if rule is not None:  # by its own calibration, and deep if drafting takes no forwards
                 depth = budget.depth if costs else max(budget.depth, MIN_COPY_DEPTH)
-                part_budget = replace(budget, depth=depth, rule=self._claims.calibrated(place, rule))
+                part_budget = replace(budget, depth=depth, rule=self._calibration.calibrated(place, rule))
             start = time.perf_counter()
             offer = self._offer(place, ctx, sampling, part_budget if is_asked else _no_depth(budget))
             if costs and is_asked:
@@ -656,7 +654,7 @@ class CombinedDrafter(Drafter):
                     asking.add_time(num_rows, time.perf_counter() - start, rule)
                 expected_before[place], num_forwards = expected, num_forwards + offer.num_forwards
             if rule is not None and offer.is_used and (offer.tree is None or place + 1 < len(self.parts)):
-                path_probs = [self._claims.path_probs(place, row) for row in offer.rows]
+                path_probs = [self._calibration.path_probs(place, row) for row in offer.rows]
                 ranked = [sorted(row[1:], reverse=True) for row in path_probs]
                 worthy = num_worthwhile(ranked, rule, rule.max_nodes)
                 offer.is_used = costs or worthy > 0

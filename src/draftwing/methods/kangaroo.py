@@ -37,8 +37,7 @@ EXIT_LAYERS = 2  # layers of the target that draft: the paper's choice for 7B (i
 class KangarooConfig(PlainConfig):
     """The shape of an adapter, whose attention is as wide as the target's. Its one tap is E.
 
-    Raises:
-        ConfigError: more than one tap, or invalid head counts.
+    Raises ConfigError for more than one tap, or invalid head counts.
     """
 
     num_heads: int = 1
@@ -46,10 +45,10 @@ class KangarooConfig(PlainConfig):
     head_dim: int = 64
     rms_norm_eps: float = 1e-5
     like_target: ClassVar = ATTENTION_FIELDS
+    has_one_tap: ClassVar = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_one_tap()
         if self.taps[0] < 1:
             raise ConfigError("a Kangaroo net reads the state behind 1 or more of the target's layers, found tap 0")
 
@@ -125,8 +124,8 @@ class ShallowModel:
         self.name, self.vocab_size, self.max_length = name, target.vocab_size, target.max_length
         self.net, self.runs = ShallowNet(first, adapter), target.runs
         matrices = [part for part in adapter.modules() if isinstance(part, Linear)]
-        adapter_bytes = sum(matrix.num_bytes for matrix in [*matrices, adapter.read_head])
-        self.num_weight_bytes = first.num_bytes - target.head.num_bytes + adapter_bytes
+        num_bytes = sum(matrix.num_bytes for matrix in [*matrices, adapter.read_head])
+        self.num_weight_bytes = first.num_bytes - target.head.num_bytes + num_bytes
         self.runs_as = "; ".join(dict.fromkeys([target.runs_as, runs_as(matrices)]))
 
 

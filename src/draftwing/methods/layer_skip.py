@@ -102,8 +102,7 @@ class LayerSet:
     def write(self, folder: Path) -> None:
         """Write a folder atomically; replaces an older set in it.
 
-        Raises:
-            CheckpointError: the folder cannot be written, or holds another model.
+        Raises CheckpointError if the folder cannot be written, or holds another model.
         """
         check_destination(folder)
         block = {

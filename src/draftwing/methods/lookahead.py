@@ -139,8 +139,7 @@ class LookaheadDrafter(Drafter):
             pairs = zip(parents[1:], sources[1:], strict=True)
             probs = [LATER_PROB if parent else FIRST_PROB / (1 + source) for parent, source in pairs]
             rows.append(ListTree(tokens, parents, [1.0, *probs], max(node_depths(parents))))
-        certain_of = self._vocab_size if is_drawn else None
-        tree = to_draft_tree(rows, ctx.device, is_line=num_paths == 1, certain_of=certain_of)
+        tree = to_draft_tree(rows, ctx.device, self._vocab_size if is_drawn else None)
         self._sampling = sampling
         return tree.with_extra_nodes(*self._window_nodes(ctx))
 

@@ -17,6 +17,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from draftwing.methods.base import Budget, Drafter, ListTree, NoDrafter, swap_remove
 from draftwing.methods.method import DraftMethod, NewDrafter, Source, integer_option
@@ -46,7 +47,7 @@ class SuffixAutomaton:
     only the first few are updated. Short matches below several longer ones may thus be continued from an older
     occurrence than the last.
 
-    It is a ``TextIndex`` too: a place is a state, and a token follows as often as the state behind it has occurred.
+    It is an index of texts too: a place is a state, and a token follows as often as the state behind it has occurred.
     """
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
@@ -235,19 +236,15 @@ def node_depths(parents: Sequence[int]) -> list[int]:
     return depths
 
 
-def to_draft_tree(
-    rows: Sequence[ListTree], device: torch.device, *, is_line: bool, certain_of: int | None = None
-) -> DraftTree:
+def to_draft_tree(rows: Sequence[ListTree], device: torch.device, certain_of: int | None = None) -> DraftTree:
     """Return the rows' trees as one ``DraftTree``.
 
-    Args:
-        is_line: all are chains.
-        certain_of: V, if an acceptance rule needs q: each node is certain of its only child.
+    ``certain_of`` is V if an acceptance rule needs q: each node is certain of its only child.
     """
     tree = DraftTree.from_lists([row.tokens for row in rows], [row.parents for row in rows], device)
-    probs = [[*row.node_probs, *[0.0] * (tree.num_nodes - len(row.node_probs))] for row in rows]
-    depth = max(row.depth for row in rows)
-    tree = replace(tree, node_probs=torch.tensor(probs, device=device), depth=depth, is_line=is_line)
+    probs = pad_sequence([torch.tensor(row.node_probs) for row in rows], batch_first=True).to(device)
+    is_line = all(row.parents == [*range(-1, len(row.parents) - 1)] for row in rows)
+    tree = replace(tree, node_probs=probs, depth=max(row.depth for row in rows), is_line=is_line)
     if certain_of is None:
         return tree
     following = torch.cat([tree.tokens[:, 1:], tree.tokens[:, -1:]], 1).clamp(min=0)  # means nothing at the last node
@@ -294,8 +291,7 @@ class ListDrafter(Drafter):
         if budget.depth == 0:  # new tokens are read by the next draft
             return ctx.roots()
         certain_of = self._vocab_size if budget.children in ("sampled", "distinct") else None
-        is_line = self.max_paths(budget)[0] == 1
-        return to_draft_tree(self.list_trees(ctx, budget), ctx.device, is_line=is_line, certain_of=certain_of)
+        return to_draft_tree(self.list_trees(ctx, budget), ctx.device, certain_of)
 
 
 class LookupDrafter(ListDrafter):

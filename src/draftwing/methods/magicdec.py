@@ -40,35 +40,26 @@ from draftwing.torch_utils import inference
 
 
 class WindowSlots:
-    """The first ``sinks`` slots and the last ones, ``budget`` in all, the same in all layers.
-
-    Attributes:
-        name, settings: describe the policy.
-        budget: the most slots of a view, without those written since they were chosen.
-    """
+    """The first ``sinks`` slots and the last ones, ``budget`` in all, the same in all layers."""
 
     def __init__(self, budget: int = 512, sinks: int = 4) -> None:
         self.budget, self._sinks = budget, sinks
         self.name, self.settings = f"self-window:{budget}", f"{sinks} sinks"
-        self._slots = torch.zeros(0, 1, 1, budget, dtype=torch.int32)
 
     def admit(self, target: Target) -> None:
         """Add a row at the end."""
-        row = torch.arange(self.budget, dtype=torch.int32, device=target.device)
-        self._slots = torch.cat([self._slots.to(target.device), row[None, None, None]])
 
     def remove(self, row: int) -> None:
         """Drop a row; the last row takes its place."""
-        self._slots[row] = self._slots[-1]
-        self._slots = self._slots[:-1]
 
     def view(self, target: Target, ctx: Context) -> View:
         """Return the slots that the next draft attends to."""
-        sinks, size = self._sinks, self.budget - self._sinks
-        for slots, length in zip(self._slots, ctx.lengths, strict=True):
+        sinks, size, rows = self._sinks, self.budget - self._sinks, []
+        for length in ctx.lengths:
             start = max(length - size, sinks)
-            torch.arange(start, start + size, out=slots[0, 0, sinks:])
-        return View(self._slots, [min(length, self.budget) for length in ctx.lengths])
+            rows += [torch.arange(sinks), torch.arange(start, start + size)]
+        slots = torch.cat(rows).view(ctx.num_rows, 1, 1, self.budget)
+        return View(slots.int().to(target.device), [min(length, self.budget) for length in ctx.lengths])
 
 
 class _SlotChoice(NamedTuple):
@@ -89,8 +80,7 @@ class SnapKVSlots:
         budget: slots of a choice, including those of the last tokens.
         window: last tokens, whose attention decides.
         pool: width of the max pooling over neighbouring slots.
-        grain: adjacent slots that are chosen together. The CPU kernel stores the keys of 16 slots together; the paper
-            chooses single slots.
+        grain: adjacent slots that are chosen together: 16 are stored together in the CPU kernel.
         refresh: tokens after which slots are chosen again; 0: never.
         per_head: choose slots for each KV head instead of each layer.
     """
@@ -191,8 +181,7 @@ def snapkv_slots(watched: Tensor, count: int, pool: int, grain: int = 1) -> Tens
 class SelfDrafter(NetDrafter):
     """Drafts with the target through the slots that ``policy`` chooses.
 
-    Raises:
-        UnsupportedError: the target does not run on the lean decoder.
+    Raises UnsupportedError if the target does not run on the lean decoder.
     """
 
     grows_by_rule = True

@@ -25,7 +25,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -51,16 +51,15 @@ MAX_HEADS = 64  # heads, and layers of each: more is a mistake in a config
 class HeadsConfig(PlainConfig):
     """The shape of heads on the target's last hidden state, Medusa's or Hydra's: K heads of ``num_layers`` each.
 
-    Raises:
-        ConfigError: see ``PlainConfig``; several taps, or a count outside 1 to ``MAX_HEADS``.
+    Raises ConfigError for several taps, or a count outside 1 to ``MAX_HEADS``.
     """
 
     num_heads: int = 5
     num_layers: int = 1
+    has_one_tap: ClassVar = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_one_tap()
         if max(self.num_heads, self.num_layers) > MAX_HEADS:
             raise ConfigError(
                 f"a net has up to {MAX_HEADS} heads of up to {MAX_HEADS} layers, found {self.num_heads} and "

@@ -51,8 +51,8 @@ def number_option(name: str, most: float, hint: str) -> Callable[[Any], float]:
 
     def check(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
-            found = shown(value)
-            raise ConfigError(f"draft_options: {name} must be above 0 and at most {most:,}, found {found}: {hint}")
+            allowed = f"above 0 and at most {most:,}"
+            raise ConfigError(f"draft_options: {name} must be {allowed}, found {shown(value)}: {hint}")
         return float(value)
 
     return check
@@ -141,8 +141,7 @@ class DraftMethod:
     def own_folder(self, target: Target) -> Path:
         """Return the folder of the draft that comes with a target's checkpoint.
 
-        Raises:
-            CheckpointError: the target has none.
+        Raises CheckpointError if the target has none.
         """
         raise NotImplementedError
 

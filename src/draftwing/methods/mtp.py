@@ -80,12 +80,7 @@ class MtpConfig(PlainConfig):
     qk_norm: bool = False
     window: int | None = None
     like_target: ClassVar = (*LAYER_FIELDS, "qkv_bias", "o_bias", "mlp_bias", "qk_norm")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_one_tap()
-        if self.num_modules < 1:
-            raise ConfigError(f"an MTP net's num_modules must be at least 1, found {self.num_modules}")
+    has_one_tap: ClassVar = True
 
 
 class MtpModule(nn.Module):
@@ -134,6 +129,11 @@ class MtpNet(DraftNet):
         return self.attention_shape((self.config.window,))
 
     @property
+    def num_levels(self) -> int:
+        """Tokens that the whole chain guesses."""
+        return len(self.chain)
+
+    @property
     def modules_in_order(self) -> list[MtpModule]:
         """The chain, typed."""
         return [cast(MtpModule, module) for module in self.chain]
@@ -167,12 +167,6 @@ class MtpLoss(DraftLoss):
 
     def check(self) -> None:
         super().check()
-        count = len(self.net.chain)
-        if self.num_steps != count:
-            raise ConfigError(
-                f"training: the head has {count} MTP modules, and unroll_steps is {self.num_steps}: a step is a "
-                f"module; give {count}"
-            )
         if self.later_share != 1:
             raise ConfigError(
                 f"training: later_share is {self.later_share}, and later MTP modules read every entry of the earlier "

@@ -41,7 +41,11 @@ class TargetId:
 # Fields that most configs copy from the target's: those of an attention layer, and of a decoder layer.
 ATTENTION_FIELDS = ("vocab_size", "hidden_size", "rope", "num_heads", "num_kv_heads", "head_dim", "rms_norm_eps")
 LAYER_FIELDS = (*ATTENTION_FIELDS, "intermediate_size", "activation")
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+# Fields that must be at least 1, in configs that have them.
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+    "num_modules", "rank",
+)  # fmt: skip
 
 
 def layer_names(model_type: str = "llama") -> dict[str, list[str]]:
@@ -75,6 +79,7 @@ class PlainConfig:
         calibration: converts scores to probabilities at T > 0.
         target: the target it was trained for.
         like_target: fields that ``for_target`` copies from the target's ``ModelConfig``.
+        has_one_tap: the network reads a single hidden state.
 
     Raises:
         ConfigError: no taps, a size below 1, or heads that do not go together.
@@ -87,10 +92,14 @@ class PlainConfig:
     calibration: Calibration = field(default_factory=Calibration)
     target: TargetId | None = None
     like_target: ClassVar[tuple[str, ...]] = ("vocab_size", "hidden_size", "rope")
+    has_one_tap: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not self.taps or min(self.taps) < 0:
             raise ConfigError(f"taps must name at least 1 hidden state of the target, from 0 on, found {self.taps}")
+        if self.has_one_tap and len(self.taps) != 1:
+            name = type(self).__name__.removesuffix("Config")
+            raise ConfigError(f"a {name} net reads one hidden state of the target, found taps {self.taps}: give one")
         for name in _SIZES:
             if (size := getattr(self, name, 1)) < 1:
                 raise ConfigError(f"a draft network's {name} must be at least 1, found {size}")
@@ -99,12 +108,6 @@ class PlainConfig:
             raise ConfigError(f"num_heads must be a multiple of num_kv_heads, found {num_heads} and {num_kv_heads}")
         if (head_dim := getattr(self, "head_dim", self.rope.head_dim)) != self.rope.head_dim:
             raise ConfigError(f"head_dim must be that of rope, found {head_dim} and {self.rope.head_dim}")
-
-    def check_one_tap(self) -> None:
-        """Raise ConfigError unless there is exactly one tap, for networks that read a single hidden state."""
-        if len(self.taps) != 1:
-            name = type(self).__name__.removesuffix("Config")
-            raise ConfigError(f"a {name} net reads one hidden state of the target, found taps {self.taps}: give one")
 
     @classmethod
     def for_target(cls, like: ModelConfig, taps: tuple[int, ...], **changes: Any) -> Self:
@@ -331,8 +334,7 @@ class DraftNet(nn.Module, ABC):
     def load_tensors(self, tensors: Mapping[str, Tensor], where: str = "the head") -> Self:
         """Load tensors named as in ``named_tensors``: all of them, and no others.
 
-        Raises:
-            CheckpointError: a name is missing, unknown, or has another shape.
+        Raises CheckpointError if a name is missing, unknown, or has another shape.
         """
         views = self.named_tensors()
         missing, unknown = sorted(views.keys() - tensors.keys()), sorted(tensors.keys() - views.keys())

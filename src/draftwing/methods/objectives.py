@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -130,11 +130,13 @@ class StepGuesses:
         index: of the step, from 0.
         entries: (C,) entries of every row.
         read: (B * C, H) the LM head's input.
+        weight: (V, H) the LM head's matrix, if each step has another.
     """
 
     index: int
     entries: Tensor
     read: Tensor
+    weight: Tensor | None = None
 
 
 OBJECTIVES: dict[str, Objective] = {
@@ -228,6 +230,12 @@ class DraftLoss(nn.Module):
                 f"training: a net of kind {self.net.kind!r} predicts no features, and the objective compares them: "
                 f"choose --objective fkl, rkl, jsd or tv, or leave it out"
             )
+        num_levels = getattr(self.net, "num_levels", None)
+        if num_levels not in (None, self.num_steps):
+            raise ConfigError(
+                f"training: this {self.net.kind} head guesses {num_levels} tokens, and unroll_steps is "
+                f"{self.num_steps}: give {num_levels}, or start from nothing"
+            )
 
     def forward(self, scored: Scored, truth: TruthLike, *, agreement: bool = False) -> list[StepSums]:
         """Return the sums of every step.
@@ -235,12 +243,22 @@ class DraftLoss(nn.Module):
         Args:
             agreement: also count how often the network's best token is the target's.
         """
-        dtype, weight = product_dtype(scored.features, self.net.dtype), self.narrow(self.net.head_weight)
+        dtype, shared_weight = product_dtype(scored.features, self.net.dtype), self.narrow(self.net.head_weight)
         sums = []
         for step in self.steps(scored, self.num_steps):
+            weight = shared_weight if step.weight is None else self.narrow(step.weight)
             rows, where = truth.rows(step.index, step.entries, of_text=self.objective.of_text)
-            sums.append(step_sums(step.read[rows], weight, truth, where, self.objective, dtype, agreement=agreement))
+            read = step.read[rows]
+            result = step_sums(read, weight, truth, where, self.objective, dtype, agreement=agreement)
+            extra = self.extra_loss(read.detach(), weight.detach(), truth, where, dtype)
+            sums.append(result if extra is None else replace(result, loss=result.loss + extra))
         return sums
+
+    def extra_loss(
+        self, read: Tensor, weight: Tensor, truth: TruthLike, where: Tensor, dtype: torch.dtype
+    ) -> Tensor | None:
+        """Return a term that a network adds to a step's loss; see ``step_sums`` for the arguments."""
+        return None
 
     def steps(self, scored: Scored, num_steps: int) -> Iterator[StepGuesses]:
         """Yield the guesses of the first ``num_steps`` steps, or fewer."""

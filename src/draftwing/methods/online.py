@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from draftwing.errors import ConfigError
 from draftwing.methods.base import Budget, Drafter, swap_remove
 from draftwing.methods.net import DraftNet
 from draftwing.methods.net_drafter import NetDrafter
@@ -65,26 +64,16 @@ class Stretch:
 
 @dataclass(frozen=True)
 class LearningPace:
-    """How much to learn.
+    """How much to learn."""
 
-    Attributes:
-        share: of the steps' time that updates may take.
-        lr: AdamW's learning rate.
-        num_steps: of the unroll.
-        batch: stretches of an update, half of them the newest.
-        ring: newest stretches that are kept.
-        length, places: tokens, or wrong drafts, after which a stretch ends.
-        window: drafted levels after which the serving weights are judged and replaced.
-    """
-
-    share: float = 0.1
-    lr: float = 1e-4
-    num_steps: int = 3
-    batch: int = 4
-    ring: int = 64
-    length: int = 64
-    places: int = 16
-    window: int = 256
+    share: float = 0.1  # share of the steps' time that updates may take
+    lr: float = 1e-4  # learning rate of AdamW
+    num_steps: int = 3  # steps of the unroll
+    batch: int = 4  # stretches of an update, half of them the newest
+    ring: int = 64  # newest stretches that are kept
+    length: int = 64  # tokens after which a stretch ends
+    places: int = 16  # wrong drafts after which a stretch ends
+    window: int = 256  # drafted levels after which the serving weights are judged and replaced
 
 
 @dataclass(frozen=True)
@@ -198,8 +187,8 @@ class Learner:
             self.num_handed += 1
 
     def _update(self) -> None:
-        newest = list(self.ring)[-min(self._num_unused, (self.pace.batch + 1) // 2) :]
-        others = [stretch for stretch in self.ring if all(stretch is not new for new in newest)]
+        stretches, num_newest = list(self.ring), min(self._num_unused, (self.pace.batch + 1) // 2)
+        newest, others = stretches[-num_newest:], stretches[:-num_newest]
         chosen = [*newest, *self._random.sample(others, min(len(others), self.pace.batch - len(newest)))]
         self._num_unused = 0
         parameters = list(self._trained.values())
@@ -297,8 +286,7 @@ class OnlineDrafter(NetDrafter):
 
     def admit(self, ctx: Context, features: Tensor | None) -> None:
         self._drafter.admit(ctx, features)
-        if features is None:
-            raise ConfigError(f"{self.name} reads hidden states, and the target gave none for the prompt")
+        assert features is not None
         last = _cloned(features[0, -NUM_SHARED:])
         self._trails.append(_Trail(ctx.rows[-1].length - len(last), [last]))
 
@@ -327,8 +315,7 @@ class OnlineDrafter(NetDrafter):
         """Record the features of the accepted path, and the target's distribution after it."""
         self._drafter.observe(ctx, tree, accepted, output)
         features = output.features_on(tree, accepted.path)
-        if features is None:
-            raise ConfigError(f"{self.name} reads hidden states, and the target's forward gave none")
+        assert features is not None
         paths, counts, parents = accepted.path.tolist(), accepted.num.tolist(), tree.parents.tolist()
         for number, (row, trail) in enumerate(zip(ctx.rows, self._trails, strict=True)):
             path = paths[number][: counts[number] + 1]

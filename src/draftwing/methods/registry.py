@@ -29,17 +29,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainingMethod:
-    """A recipe for training.
+    """A recipe for training."""
 
-    Attributes:
-        objective: a name in ``objectives.OBJECTIVES``, or an objective.
-        unroll_steps: draft steps that are trained.
-        noise: width of the uniform noise that is added to the target's features.
-    """
-
-    objective: str | Objective
+    objective: str | Objective  # a name is one of ``objectives.OBJECTIVES``
     unroll_steps: int = 1
-    noise: float = 0.0
+    noise: float = 0.0  # width of the uniform noise that is added to the target's features
 
 
 @dataclass(frozen=True)
@@ -190,8 +184,7 @@ def drafter_maker(
 ) -> NewDrafter:
     """Return a function that makes drafters with empty state: see ``loading.load_drafter`` and ``Source``.
 
-    Raises:
-        ConfigError: an option that this draft does not have, or a value that it does not take.
+    Raises ConfigError for an option that this draft does not have, or a value that it does not take.
     """
     from draftwing.methods.method import Source
 
@@ -208,10 +201,10 @@ def drafter_maker(
         makers.append(method.new_drafter(Source(target, tokenizer, str(part), folder, device, checked)))
     if len(makers) == 1:
         return makers[0]
-    from draftwing.methods.ensemble import Claims, CombinedDrafter
+    from draftwing.methods.ensemble import CombinedDrafter, DraftCalibration
 
-    claims, names = Claims(len(makers)), list(map(str, parts))  # shared by all drafters that are made
-    return lambda: CombinedDrafter([make() for make in makers], claims, names)
+    calibration, names = DraftCalibration(len(makers)), list(map(str, parts))  # shared by all drafters that are made
+    return lambda: CombinedDrafter([make() for make in makers], calibration, names)
 
 
 def _split(draft: str | Path) -> Sequence[str | Path]:
@@ -265,8 +258,7 @@ def _shipped_head(entry: Registration, target: Target, tokenizer: Tokenizer | No
 def convert(source: Path, destination: Path, to: str, **options: Any) -> None:
     """Write a head of any method in another layout: see ``formats.convert.convert`` for EAGLE's options.
 
-    Raises:
-        UnsupportedError: a layout that heads of this method do not have.
+    Raises UnsupportedError for a layout that heads of this method do not have.
     """
     method = _method_of_head(source)
     known_layouts = {layout for entry in METHODS.values() if entry.training for layout in entry.method.layouts}

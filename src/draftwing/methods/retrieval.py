@@ -117,7 +117,6 @@ class RestDrafter(RetrievalDrafter):
     Args:
         texts: the datastore's; drafters of any number of threads may share them.
         min_match, max_match: the shortest and longest suffix, in tokens.
-        identity: the datastore's.
     """
 
     name = "rest"
@@ -179,8 +178,10 @@ class Memory:
         """Return the longest suffix of ``ending`` that is continued in any text, in all arrays that contain it."""
         lengths = [(part, part.longest(ending, min_length, max_length)) for part in self.parts]
         best = max((length for _, length in lengths), default=0)
+        if not best:
+            return None
         place: Place = tuple((part, part.place(ending[-best:])) for part, length in lengths if length == best)
-        return Match(self, best, place) if best else None
+        return Match(self, best, place)
 
     def followers(self, place: Place) -> list[Follower]:
         merged: dict[int, Follower] = {}

@@ -45,12 +45,7 @@ Order = NDArray[Any]  # int32, or int64 for more tokens than int32 counts
 
 
 class Follower(NamedTuple):
-    """A token that follows at a place.
-
-    Attributes:
-        times: how often it follows there.
-        place: the place after it; only the index that returned it can interpret it.
-    """
+    """A token that follows at a place, how often it does, and the place after it, for the index that returned it."""
 
     token: int
     times: int
@@ -88,7 +83,6 @@ class SuffixArray:
         self._vocab_size = vocab_size or 2**31
 
     def __len__(self) -> int:
-        """Tokens, including the ends of texts."""
         return len(self.tokens)
 
     def find(self, pattern: Sequence[int]) -> tuple[int, int]:
