@@ -6,7 +6,7 @@ import random
 import threading
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise, product
+from itertools import pairwise, permutations, product
 
 import numpy as np
 import pytest
@@ -16,8 +16,9 @@ import test_exact
 from draftwing.accept import RULES, get_rule
 from draftwing.budget import acceptance as accepting
 from draftwing.budget.acceptance import Acceptance, Ranks
+from draftwing.budget.config import CONFIG
 from draftwing.budget.costs import Costs, Curve
-from draftwing.budget.planner import CONFIG, Arm, Bandit, Planner
+from draftwing.budget.planner import Planner
 from draftwing.decode import Decoder
 from draftwing.methods.base import Budget, Drafter, NoDrafter
 from draftwing.methods.causal_lm import CausalLMDrafter
@@ -152,82 +153,122 @@ def test_the_likeliest_paths_are_those_of_all_there_are():
         seen.add(path)
 
 
-# --- arms and the bandit ---------------------------------------------------------------------------------------------
+# --- arms ------------------------------------------------------------------------------------------------------------
 
 
-def test_an_arm_keeps_decayed_sums_and_caps_hiccups():
-    arm = Arm()
-    assert arm.speed == 0
-    assert arm.hope == float("inf")
-    for _ in range(500):
-        arm.add(0.5, 2.0)
-    assert arm.speed == pytest.approx(4.0)
-    assert arm.weight == pytest.approx(1 / (1 - CONFIG.decay), rel=0.01)
-    before = arm.seconds
-    arm.add(1000.0, 2.0)
-    assert arm.seconds - CONFIG.decay * before == pytest.approx(CONFIG.hiccup * 0.5, rel=0.01)
-    for _ in range(500):
-        arm.add(0.25, 2.0)
-    assert arm.speed == pytest.approx(8.0, rel=0.01)  # the past is forgotten
-    assert arm.hope > arm.speed
-    hope = arm.hope
-    arm.fade(0.1)
-    assert arm.speed == pytest.approx(8.0, rel=0.01)
-    assert arm.hope > hope  # fewer plays, more doubt
+class Arms:
+    """A world in which every arm has a speed, in tokens per second, that does not depend on the text."""
 
+    def __init__(self, speeds, costs: Costs = INT8, noise: float = 0.0) -> None:
+        self.planner, self.ctx, self.speeds = Planner(costs, TREE), context(), speeds
+        self.noise, self.rng = noise, random.Random(0)
 
-def play(bandit: Bandit, speeds, steps: int) -> list[int]:
-    """The arms that a bandit plays if arm i always emits ``speeds[i]`` tokens per second."""
-    played = []
-    for _ in range(steps):
-        arm = bandit.choose()
-        bandit.arms[arm].add(1.0, speeds[arm])
-        played.append(arm)
-    return played
+    def new_request(self) -> None:
+        self.ctx = context()
+
+    def play(self, steps: int) -> list[int]:
+        """Return the arms that are played: 0 for the baseline, 1 and 2 for chains, 3 for the grown tree."""
+        played = []
+        for _ in range(steps):
+            budget = self.planner.budget(self.ctx, "keyed")
+            arm = 3 if budget.rule is not None else budget.depth
+            tree = replace(DraftTree.root(torch.zeros(1, dtype=torch.int64)), num_draft_forwards=float(arm))
+            seconds = (1 + self.noise * self.rng.random()) / self.speeds[arm]
+            self.planner.observe(tree, taken(tree, [0]), 1, seconds)
+            played.append(arm)
+        return played
 
 
 @pytest.mark.parametrize("best", range(4))
 def test_the_fastest_arm_is_played(best):
     speeds = [1.0, 0.8, 0.9, 0.85]
-    speeds[best] = 1.3 if best else 1.1
-    played = play(Bandit(4), speeds, 400)
-    assert played.count(best) > 340
-    assert set(played) == {0, 1, 2, 3}
+    speeds[best] = 1.4 if best else 1.1
+    assert Arms(speeds).play(400).count(best) > 340
 
 
-def test_warm_up_has_every_arm_in_order():
-    played = play(Bandit(4), [1.0, 1.0, 1.0, 1.0], 24)
-    order = [0] * CONFIG.warmup + [3] * CONFIG.warmup_grown + [1] * CONFIG.warmup + [2] * CONFIG.warmup
-    assert played == order
+def test_an_interrupted_step_does_not_change_the_choice():
+    arms = Arms([1.0, 0.3, 0.3, 1.5])
+    arms.play(100)
+    arms.speeds = [1.0, 0.3, 0.3, 1e-3]
+    arms.play(1)
+    arms.speeds = [1.0, 0.3, 0.3, 1.5]
+    assert arms.play(50).count(3) > 45
 
 
 def test_drafts_must_beat_the_baseline_by_more_than_noise():
-    assert play(Bandit(2), [1.0, 0.93], 2000)[1000:].count(0) > 850
-    assert play(Bandit(2), [1.0, CONFIG.min_gain + 0.03], 600)[300:].count(1) > 250
+    assert Arms([1.0, 0.3, 0.3, 0.93]).play(2000)[1000:].count(0) > 950
+    assert Arms([1.0, 0.3, 0.3, 1 + (CONFIG.min_gain - 1) / 2]).play(2000)[1000:].count(0) > 950
+    assert Arms([1.0, 0.3, 0.3, CONFIG.min_gain + 0.06]).play(600)[300:].count(3) > 250
+
+
+def test_the_first_steps_are_the_baselines_and_then_predictions_choose():
+    played = Arms([1.0, 1.0, 1.0, 1.0]).play(CONFIG.warmup_steps + 1)
+    assert played[:-1] == [0] * CONFIG.warmup_steps
+    assert played[-1] > 0  # by the assumed acceptance drafts gain
+    expensive = replace(INT8, chain=Curve(((1, 5.0), (8, 40.0))))
+    assert not any(Arms([1.0, 0.2, 0.2, 0.2], expensive).play(20))  # and by these costs they cannot
+
+
+def probe_starts(played: list[int]) -> list[int]:
+    return [step for step in range(1, len(played)) if played[step] and not played[step - 1]]
 
 
 def test_probes_become_rare_while_nothing_changes():
-    bandit = Bandit(2)
-    played = play(bandit, [1.0, 0.9], 3000)
-    probes = [at for at in range(1, 3000) if played[at] == 1 and played[at - 1] == 0]
-    gaps = [later - earlier for earlier, later in pairwise(probes)]
-    assert gaps[-1] == pytest.approx(CONFIG.last_interval, abs=CONFIG.probe + 1)
-    assert gaps[0] < gaps[1] < gaps[-1]
-    assert played[-2000:].count(1) <= 2000 / CONFIG.last_interval * CONFIG.probe + CONFIG.probe
-    bandit.begin_request()
-    assert 1 in play(bandit, [1.0, 0.9], CONFIG.first_interval // 4 + 1)
+    arms = Arms([1.0, 0.3, 0.3, 0.9])
+    gaps = [later - earlier for earlier, later in pairwise(probe_starts(arms.play(4000)))]
+    assert gaps[0] < 2 * CONFIG.first_interval
+    assert gaps[-1] >= CONFIG.last_interval
+    assert sum(map(bool, arms.play(2000))) <= 2 * (2000 / CONFIG.last_interval + 1)
+    arms.new_request()
+    assert any(arms.play(CONFIG.first_interval))  # sooner in a new request
+
+
+def test_the_probed_arm_is_another_one_than_the_best():
+    """All arms are tried from time to time, whichever is the best."""
+    for best in range(4):
+        speeds = [1.0] * 4
+        speeds[best] = 1.2
+        played = Arms(speeds).play(4000)[1000:]
+        assert set(played) == {0, 1, 2, 3}
+        assert played.count(best) > 2700
+
+
+@pytest.mark.parametrize(("before", "after"), list(permutations(range(4), 2)))
+def test_arms_that_swap_speeds_are_noticed(before, after):
+    """One arm becomes as slow as the others were and another one as fast as the best was."""
+    arms = Arms([1.0, 0.9, 0.9, 0.9])
+    arms.speeds[before], fast = 1.6, 1.6
+    arms.play(300)
+    arms.speeds[before], arms.speeds[after] = 0.9, fast
+    assert arms.play(900)[700:].count(after) > 180
+
+
+@pytest.mark.parametrize("arm", range(4))
+def test_an_arm_that_becomes_the_fastest_is_noticed_though_the_best_one_stays_as_it_was(arm):
+    best = 3 if arm != 3 else 1
+    arms = Arms([1.0, 0.9, 0.9, 0.9])
+    arms.speeds[best] = 1.3
+    assert arms.play(300)[200:].count(best) > 80
+    arms.speeds[arm] = 3.0
+    assert arms.play(1000)[800:].count(arm) > 180
 
 
 def test_a_change_is_noticed_in_the_middle_of_a_request():
-    bandit = Bandit(2)
-    play(bandit, [1.0, 2.0], 300)
-    assert play(bandit, [1.0, 0.4], 120)[60:].count(0) > 50  # drafts that no longer pay are soon dropped
-    assert play(bandit, [1.0, 2.0], 900)[600:].count(1) > 250  # and come back when they pay again
+    arms = Arms([1.0, 0.3, 0.3, 2.0])
+    arms.play(300)
+    arms.speeds[3] = 0.4
+    assert arms.play(120)[60:].count(0) > 50  # drafts that no longer pay are soon dropped
+    arms.speeds[3] = 2.0
+    assert arms.play(900)[600:].count(3) > 250  # and return when they pay again
 
 
-def test_a_hopeless_arm_is_probed_only_at_the_longest_interval():
-    played = play(Bandit(4), [1.0, 0.2, 0.2, 0.2], 2000)
-    assert sum(arm > 0 for arm in played[100:]) <= 1900 / CONFIG.last_interval * CONFIG.probe + 3 * CONFIG.probe
+def test_probes_read_the_cold_first_draft_and_one_more():
+    arms = Arms([1.0, 0.3, 0.3, 0.95])
+    played = arms.play(2000)
+    assert any(played[300:])
+    for start in probe_starts(played)[10:]:
+        assert played[start] == played[start + 1]
+        assert played[start + 2] == 0
 
 
 # --- what the planner makes of it ------------------------------------------------------------------------------------
@@ -252,7 +293,7 @@ def test_a_rule_holds_the_measured_costs(rows):
     assert rule.worth == pytest.approx(costs.verify_seconds(1, rows) / rows)
     levels = [costs.draft_seconds(level, 1, rows) for level in range(1, 16)]
     assert rule.costs == pytest.approx(np.diff(levels))
-    assert rule.gains == pytest.approx([0.7 * rule.worth] * 14)
+    assert rule.gains == pytest.approx([CONFIG.prior_acceptance * rule.worth] * 14)
     assert rule.share == pytest.approx((costs.tree(8) / costs.chain(8) - 1) / 3)
     assert bool((np.diff(Planner(costs, Budget(14, 4, 500)).rule(1).verify) >= 0).all())
 
@@ -324,14 +365,14 @@ def test_planners_suit_rule_drafter_and_device():
     heavy, light = Drafter(), NoDrafter()
     for rule, drafter, on_cpu, most, grows in (
         ("match", heavy, True, TREE, True),
-        ("match", heavy, False, Budget(8, 10, 60), False),
-        ("multi-round", heavy, True, Budget(8, 10, 60), False),
+        ("match", heavy, False, Budget(8, 4, 63), False),
+        ("multi-round", heavy, True, Budget(8, 4, 63), False),
         ("speculative", heavy, True, Budget(8), False),
-        ("match", light, True, Budget(16, 3, 63), True),
-        ("block", light, True, Budget(16), False),
+        ("match", light, True, TREE, True),
+        ("block", light, True, Budget(14), False),
     ):
-        planner = Planner.of(INT8, get_rule(rule), drafter, on_cpu=on_cpu)
-        assert planner.most == most, (rule, on_cpu)
+        planner = Planner.for_drafter(INT8, get_rule(rule), drafter, on_cpu=on_cpu)
+        assert planner.largest == most, (rule, on_cpu)
         budgets, ctx, root = [], context(), DraftTree.root(torch.zeros(1, dtype=torch.int64))
         for _ in range(30):
             budgets.append(planner.budget(ctx, get_rule(rule).children))
@@ -502,20 +543,49 @@ def end_requests(planner: Planner, rate: float, count: int, temperature: float =
 
 def test_requests_are_skipped_after_several_without_a_gain():
     skipped = end_requests(Planner(INT8, TREE), 0.02, 40)
-    assert not any(skipped[: CONFIG.skip_after])
-    assert skipped[CONFIG.skip_after]
+    assert not any(skipped[:2])
+    assert skipped[2]
     runs = "".join("x" if each else "." for each in skipped).replace(".", " ").split()
-    assert max(map(len, runs)) == CONFIG.max_skipped  # longer and longer, but never for good
-    assert skipped.count(False) >= 6
+    lengths = [len(run) for run in runs[:-1]]
+    assert lengths == sorted(lengths)  # longer and longer, but never for good
+    assert 2 <= max(lengths) <= 4
+    assert skipped.count(False) >= 8
 
 
 def test_requests_with_a_gain_or_a_lower_temperature_are_not_skipped():
     planner = Planner(INT8, TREE)
     assert not any(end_requests(planner, 0.9, 8))
     planner = Planner(INT8, TREE)
-    end_requests(planner, 0.02, CONFIG.skip_after, temperature=0.8)
+    end_requests(planner, 0.02, 2, temperature=0.8)
     assert not planner.skips(0.2)
     assert planner.skips(0.8)
+
+
+@pytest.mark.parametrize(("costs", "rate"), [(MEMORY, 0.03), (INT8, 0.2), (FOUR_BIT, 0.3)], ids=str)
+@pytest.mark.parametrize("claims", [None, 0.6])
+def test_short_requests_without_a_gain_pay_little_for_trying(costs, rate, claims):
+    assert np.mean([short_requests(costs, rate, claims or rate, seed) for seed in range(3)]) > 0.9
+
+
+def test_short_requests_with_a_gain_get_it():
+    for costs, gain in ((MEMORY, 1.9), (INT8, 1.3), (FOUR_BIT, 1.05)):
+        assert np.mean([short_requests(costs, 0.8, 0.7, seed) for seed in range(3)]) > gain
+
+
+def short_requests(costs: Costs, rate: float, claims: float, seed: int) -> float:
+    """Decode three requests of 32 tokens; return the speed relative to the baseline."""
+    world, tokens, seconds = World(Planner(costs, TREE), costs, claims, seed), 0.0, 0.0
+    world.rate = rate
+    for _ in range(3):
+        world.ctx, world.tokens, world.seconds = context(), 0.0, 0.0
+        is_skipped = world.planner.skips(1.0)
+        while world.tokens < 32:
+            if is_skipped:
+                world.tokens, world.seconds = world.tokens + 1, world.seconds + 1
+            else:
+                world.step()
+        tokens, seconds = tokens + world.tokens, seconds + world.seconds
+    return tokens / seconds
 
 
 # --- no decision changes the output ----------------------------------------------------------------------------------
@@ -536,7 +606,7 @@ class Dice(Planner):
     def budget(self, ctx, children, max_nodes=None):
         if not self.drafts():
             return Budget(0, children=children)
-        return replace(self.most, rule=self.rule(len(ctx.rows)) if self.grows else None, children=children)
+        return replace(self.largest, rule=self.rule(len(ctx.rows)) if self.grows else None, children=children)
 
 
 class Always(Dice):
@@ -619,7 +689,7 @@ def test_classic_rules_keep_the_law_with_a_planner(rule, maker, lab, monkeypatch
     """At T = 0 the law is one text. No tree is shaped by what was drawn for it."""
     here, classic = lab("llama"), get_rule(rule)
     made = MAKERS[maker](here)
-    usual = Planner.of(COSTS, classic, made, on_cpu=True)
+    usual = Planner.for_drafter(COSTS, classic, made, on_cpu=True)
     for planner in (usual, Dice(COSTS, None, shapes=(Budget(3),))):
         requests = [here.request("greedy", row) for row in range(3)]
         texts, stats = decode_with(

@@ -114,7 +114,7 @@ def test_invalid_alphas_are_refused(alpha):
 @pytest.mark.parametrize(("gamma", "c"), [(-1, 0.1), (2, -0.1), (2, math.nan)])
 def test_invalid_gammas_and_costs_are_refused(gamma, c):
     for call in (predicted_speedup, operations_factor):
-        with refused(ConfigError, "gamma and c of at least 0", str(gamma), str(c)):
+        with refused(ConfigError, "gamma and c >= 0", f"gamma={gamma}", f"c={c}"):
             call(0.5, gamma, c)
 
 
@@ -157,28 +157,28 @@ def test_a_fit_takes_the_medians_of_the_faster_half():
     assert curve.knots == ((1, 2.0), (2, 5.0), (4, 8.0))
     slowed = {count: [*values, *[100.0] * len(values)] for count, values in {1: [1.0, 2.0, 3.0], 3: [4.0]}.items()}
     assert Curve.fit(slowed).knots == ((1, 2.0), (3, 4.0))
-    assert Curve.fit({}).knots == Curve.line({}).knots == ()
+    assert Curve.fit({}).knots == Curve.fit_line({}).knots == ()
 
 
 def test_a_line_is_straight_whatever_one_count_says():
     true = {count: 0.5 + 0.25 * count for count in (1, 2, 4, 6, 8)}
     for odd in (None, 2, 4, 8):
-        line = Curve.line({count: [9.0 if count == odd else seconds] for count, seconds in true.items()})
+        line = Curve.fit_line({count: [9.0 if count == odd else seconds] for count, seconds in true.items()})
         assert dict(line.knots) == pytest.approx(true)
-    assert Curve.line({8: [1.0], 1: [2.0]}).knots == ((1, 1.5), (8, 1.5))  # it never falls
-    assert Curve.line({3: [2.0]}).knots == ((3, 2.0),)
-    assert all(seconds >= 0 for _, seconds in Curve.line({1: [0.0], 2: [0.0], 4: [9.0], 5: [12.0]}).knots)
+    assert Curve.fit_line({8: [1.0], 1: [2.0]}).knots == ((1, 1.5), (8, 1.5))  # it never falls
+    assert Curve.fit_line({3: [2.0]}).knots == ((3, 2.0),)
+    assert all(seconds >= 0 for _, seconds in Curve.fit_line({1: [0.0], 2: [0.0], 4: [9.0], 5: [12.0]}).knots)
 
 
 def test_a_bent_curve_rises_less_and_less():
     true = {1: 1.0, 2: 1.5, 4: 2.1, 8: 2.5}
-    bent = Curve.bent({count: [seconds] for count, seconds in true.items()})
+    bent = Curve.fit_concave({count: [seconds] for count, seconds in true.items()})
     assert dict(bent.knots) == pytest.approx(true)
     rng = random.Random(2)
     for size in (1, 2, 3, 4, 6):
         for _ in range(20):
             samples = {count: [rng.random() * 4] for count in rng.sample(range(1, 20), size)}
-            fitted, bent = Curve.fit(samples).knots, Curve.bent(samples).knots
+            fitted, bent = Curve.fit(samples).knots, Curve.fit_concave(samples).knots
             slopes = [(high - low) / (right - left) for (left, low), (right, high) in pairwise(bent)]
             assert [count for count, _ in bent] == [count for count, _ in fitted]
             assert min(slopes, default=0.0) > -1e-9
@@ -186,7 +186,7 @@ def test_a_bent_curve_rises_less_and_less():
                 assert all(after <= before + 1e-9 for before, after in pairwise(slopes))
                 # In the mean it is what was measured.
                 assert math.fsum(seconds for _, seconds in bent) == pytest.approx(math.fsum(own for _, own in fitted))
-    assert Curve.bent({}).knots == ()
+    assert Curve.fit_concave({}).knots == ()
 
 
 # --- measured costs --------------------------------------------------------------------------------------------------
@@ -298,8 +298,8 @@ MALFORMED = [None, [], 3, "costs"] + [
 
 def test_malformed_costs_are_refused():
     for values in MALFORMED:
-        with refused(ConfigError, "these are no measured costs", "measure again"):
+        with refused(ConfigError, "invalid measured costs", "measure again"):
             Costs.from_dict(values)
     for name in VALUES:
-        with refused(ConfigError, "these are no measured costs", name, "measure again"):
+        with refused(ConfigError, "invalid measured costs", name, "measure again"):
             Costs.from_dict({key: value for key, value in VALUES.items() if key != name})

@@ -15,8 +15,8 @@ import torch
 from conftest import build, refused
 from draftwing import decode
 from draftwing.budget import measure as profile
-from draftwing.budget.costs import ROWS, Costs, Curve
-from draftwing.budget.measure import CONFIG
+from draftwing.budget.config import CONFIG
+from draftwing.budget.costs import Costs, Curve
 from draftwing.decode import Decoder
 from draftwing.errors import ConfigError
 from draftwing.methods.base import Budget, Drafter, NoDrafter
@@ -127,9 +127,7 @@ def test_curves_are_finite_and_rise(name, target, makers):
     costs = measure(target, makers[name], seconds=0.0)
     drafts = name in ("eagle3", "causal-lm")
     counts = [[count for count, _ in curve.knots] for curve in (costs.verify, costs.chain, costs.tree)]
-    assert counts[0] in (list(CONFIG.nodes), list(CONFIG.few_nodes))
-    assert counts[1] in (([], []) if not drafts else (list(CONFIG.chain_depths), list(CONFIG.few_depths)))
-    assert counts[2] in (([], []) if not drafts else (list(CONFIG.tree_depths), list(CONFIG.few_depths)))
+    assert counts == [list(CONFIG.nodes), *[list(CONFIG.depths) if drafts else []] * 2]
     for curve in (costs.verify, costs.chain, costs.tree):
         seconds = [value for _, value in curve.knots]
         assert seconds == sorted(seconds)
@@ -137,8 +135,8 @@ def test_curves_are_finite_and_rise(name, target, makers):
     assert costs.verify(1) > 0
     for number in (costs.per_token, costs.per_row, costs.draft_per_row):
         assert 0 <= number < math.inf
-    assert costs.width == (CONFIG.tree_width if drafts else 1)
-    assert costs.context == CONFIG.context
+    assert costs.width == (CONFIG.tree.width if drafts else 1)
+    assert costs.context == CONFIG.batches[0][1]
     assert Costs.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
 
 
@@ -149,19 +147,19 @@ def test_measured_curves_are_the_clocks(target, monkeypatch):
     script = Script(monkeypatch, target, lambda nodes, rows, context: 0.01 + 0.001 * nodes * rows, draft)
     costs = measure(target, script.drafter, seconds=0.0)
     assert costs.verify.knots == knots(CONFIG.nodes, lambda nodes: 0.01 + 0.001 * nodes)
-    assert costs.chain.knots == knots(CONFIG.chain_depths, lambda depth: 0.002 + 0.0005 * depth)
-    assert costs.tree.knots == knots(CONFIG.tree_depths, lambda depth: 0.002 + 0.00075 * depth)
+    assert costs.chain.knots == knots(CONFIG.depths, lambda depth: 0.002 + 0.0005 * depth)
+    assert costs.tree.knots == knots(CONFIG.depths, lambda depth: 0.002 + 0.00075 * depth)
     assert costs.draft_per_row == pytest.approx(0.25)
     assert costs.per_row == pytest.approx(0, abs=1e-9)
     assert costs.per_token == pytest.approx(0, abs=1e-9)
     assert costs.c == pytest.approx(0.0005 / 0.011)
 
 
-def test_a_slow_target_is_measured_at_fewer_sizes_and_two_rounds(target, monkeypatch):
+def test_a_slow_target_is_measured_in_two_rounds(target, monkeypatch):
     script = Script(monkeypatch, target, lambda nodes, rows, context: 1.0 + nodes, lambda budget, rows: budget.depth)
     costs = measure(target, script.drafter)
-    assert costs.verify.knots == knots(CONFIG.few_nodes, lambda nodes: 1.0 + nodes)
-    assert costs.chain.knots == costs.tree.knots == knots(CONFIG.few_depths, lambda depth: depth)
+    assert costs.verify.knots == knots(CONFIG.nodes, lambda nodes: 1.0 + nodes)
+    assert costs.chain.knots == costs.tree.knots == knots(CONFIG.depths, lambda depth: depth)
     assert script.forwards.count((1, 64)) == 2
 
 
@@ -192,8 +190,8 @@ def test_the_first_of_each_series_does_not_pay_for_what_others_left(target, monk
 
     costs = measure(target, Script(monkeypatch, target, verify, draft).drafter, seconds=100.0)
     assert costs.verify.knots == knots(CONFIG.nodes, lambda nodes: 0.001 + 0.0001 * nodes)
-    assert costs.chain.knots == knots(CONFIG.chain_depths, lambda depth: 0.0002 * depth)
-    assert costs.tree.knots == knots(CONFIG.tree_depths, lambda depth: 0.0002 * depth)
+    assert costs.chain.knots == knots(CONFIG.depths, lambda depth: 0.0002 * depth)
+    assert costs.tree.knots == knots(CONFIG.depths, lambda depth: 0.0002 * depth)
     assert costs.draft_per_row == pytest.approx(1 / 3)
     assert costs.per_row == pytest.approx(0, abs=1e-9)
     assert costs.per_token == pytest.approx(0, abs=1e-9)
@@ -217,7 +215,7 @@ def test_what_else_runs_on_the_machine_is_left_out(target, monkeypatch):
     assert script.forwards.count((1, 3)) == CONFIG.rounds
     assert script.forwards.count((1, 64)) == CONFIG.rounds // 2 + 1
     assert costs.verify.knots == knots(CONFIG.nodes, lambda nodes: 0.001 + 0.0001 * nodes)
-    assert costs.chain.knots == knots(CONFIG.chain_depths, lambda depth: 0.0002 * depth)
+    assert costs.chain.knots == knots(CONFIG.depths, lambda depth: 0.0002 * depth)
     assert costs.draft_per_row == pytest.approx(1 / 3)
     assert costs.per_row == pytest.approx(0, abs=1e-9)
     assert costs.per_token == pytest.approx(0, abs=1e-9)
@@ -240,7 +238,7 @@ def test_steps_that_waited_for_a_processor_do_not_count(target, monkeypatch):
     )
     costs = measure(target, script.drafter, seconds=100.0)
     assert costs.verify.knots == knots(CONFIG.nodes, lambda nodes: 0.001 + 0.0001 * nodes)
-    assert costs.chain.knots == knots(CONFIG.chain_depths, lambda depth: 0.0002 * depth)
+    assert costs.chain.knots == knots(CONFIG.depths, lambda depth: 0.0002 * depth)
     assert costs.busy == 0
     assert script.forwards.count((1, 3)) == CONFIG.rounds
 
@@ -256,7 +254,7 @@ def test_a_busy_machine_is_measured_for_longer_and_said_to_be_busy(target, monke
 
 def test_a_noisy_clock_gives_rising_curves(target, monkeypatch):
     """Odd sizes are said to take less than the even ones before them: the mean of both stands for both."""
-    times = {1: 0.010, 2: 0.012, 3: 0.010, 4: 0.020, 5: 0.018}
+    times = {1: 0.010, 2: 0.012, 3: 0.010, 4: 0.020, 6: 0.018}
     script = Script(monkeypatch, target, lambda nodes, rows, context: times.get(nodes, 0.03))
     found = measure(target, script.drafter, seconds=0.0).verify.knots
     assert [seconds for _, seconds in found[:5]] == pytest.approx([0.010, 0.011, 0.011, 0.019, 0.019])
@@ -296,7 +294,7 @@ def test_a_draft_that_looks_at_its_text_is_measured_with_as_much_of_it(target, m
             return super().propose(ctx, sampling, budget)
 
     measure(target, Looks, seconds=0.0)
-    assert {rows for rows, _ in contexts} == {1, ROWS}
+    assert {rows for rows, _ in contexts} == {1, CONFIG.batches[1][0]}
     assert min(length for _, length in contexts) == min(200, target.max_length // 2)
 
 
@@ -306,13 +304,13 @@ def test_a_target_of_short_texts_is_measured(folder_of, monkeypatch):
     script = Script(monkeypatch, short, lambda nodes, rows, context: 0.01 + 1e-4 * context)
     costs = measure(short, script.drafter)
     assert costs.context == 10
-    assert [count for count, _ in costs.verify.knots] == [1, 2, 3, 4, 5, 6, 8, 10]
+    assert [count for count, _ in costs.verify.knots] == [1, 2, 3, 4, 6, 8]
     assert costs.per_token == pytest.approx(0.0001)
 
 
 def test_a_target_without_room_is_refused(folder_of, monkeypatch):
     tiny = LeanTarget.from_folder(folder_of("llama", max_position_embeddings=12), torch.float32, name="tiny")
-    with refused(ConfigError, "tiny has room for 12 tokens"):
+    with refused(ConfigError, "tiny has a context of 12 tokens"):
         measure(tiny, NoDrafter)
     least = LeanTarget.from_folder(folder_of("llama", max_position_embeddings=16), torch.float32)
     Script(monkeypatch, least, lambda nodes, rows, context: 0.01)
@@ -324,7 +322,7 @@ def test_a_target_of_transformers_is_measured(monkeypatch):
     other = AdapterTarget(build("gpt2", vocab_size=VOCAB))
     script = Script(monkeypatch, other, lambda nodes, rows, context: 0.1 + 0.01 * nodes * rows + 0.02 * (rows - 1))
     costs = measure(other, script.drafter)
-    assert costs.verify.knots == knots(CONFIG.few_nodes, lambda nodes: 0.1 + 0.01 * nodes)
+    assert costs.verify.knots == knots(CONFIG.nodes, lambda nodes: 0.1 + 0.01 * nodes)
     assert costs.per_row == pytest.approx(0.02)
     assert costs.per_token == 0.0
 
@@ -391,7 +389,7 @@ def test_what_was_measured_is_read_the_next_time(target, kept):
 
 def test_what_a_busy_machine_said_does_not_stay(target, kept, monkeypatch):
     costs_of(target, NoDrafter)
-    busy = Costs(Curve(((1, 9.0),)), busy=CONFIG.busy_share + 0.01)
+    busy = Costs(Curve(((1, 9.0),)), busy=1.0)
     with monkeypatch.context() as patch:
         patch.setattr(profile, "measure", lambda *_, known: busy)
         costs_of(target, NoDrafter, again=True)
@@ -448,7 +446,7 @@ def test_a_target_is_measured_once_for_all_drafters(target, makers, kept, monkey
     costs_of(target, makers["lookup"], again=True)  # both parts of it
     costs_of(target, makers["eagle3"])
     assert kept.given[2:] == [None, kept.measured[2]]
-    busy = Costs(Curve(((1, 9.0),)), busy=CONFIG.busy_share + 0.01)
+    busy = Costs(Curve(((1, 9.0),)), busy=1.0)
     with monkeypatch.context() as patch:
         patch.setattr(profile, "measure", lambda *_, known: busy)
         costs_of(target, NoDrafter, again=True)

@@ -232,7 +232,7 @@ class Decoder:
     @property
     def largest_budget(self) -> Budget:
         """The largest budget of requests that set none themselves."""
-        return self.budget if self._planner is None else self._planner.most
+        return self.budget if self._planner is None else self._planner.largest
 
     @property
     def shares_prefixes(self) -> bool:

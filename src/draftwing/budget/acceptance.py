@@ -1,4 +1,4 @@
-"""How often drafted tokens are accepted: by the chance that the drafter gives, by depth, and by rank among siblings."""
+"""Acceptance rates of drafted tokens: by draft probability and depth, and by rank among siblings and depth."""
 
 from __future__ import annotations
 
@@ -11,130 +11,135 @@ from itertools import pairwise
 import numpy as np
 from torch import Tensor
 
-from draftwing.budget.costs import pooled
+from draftwing.budget.config import CONFIG
+from draftwing.budget.costs import isotonic
 
-NUM_DEPTHS = 4  # depths told apart, the last one with all beyond
-EDGES = [0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995]  # bins of a chance
-PRIOR = 3.0  # observations that what is believed beforehand counts as
-FORGET = 0.998  # decay of a bin per observation
-NUM_RANKS = 4  # siblings told apart
-LATEST = 0.03  # weight of the latest observation of a rank, after many
+NUM_RANKS = CONFIG.tree.width
+NUM_DEPTHS = len(CONFIG.depths)  # the last one stands for all deeper ones, which few nodes reach
 
 
 class Acceptance:
-    """How often tokens with such a chance were accepted, given their parents: binned, by depth, decayed, never falling.
+    """Acceptance rate of a node whose parent was accepted, by its draft probability and depth.
 
-    Bins of one depth are pooled where they fall (isotonic regression), so that a greater chance never counts less.
-    Until a depth has been seen often enough, it is believed to be as the one above: deep nodes are rarely reached.
+    Observations are binned by probability and decay. Isotonic regression over the bins of a depth keeps the rate from
+    falling as the probability grows. A bin starts at the rate of the depth above, since deep nodes are rarely reached,
+    and at depth 1 at the probability itself.
     """
 
     def __init__(self) -> None:
-        middles = [(low + high) / 2 for low, high in pairwise([0.0, *EDGES, 1.0])]
-        # Sums over a bin: nodes, their chances, and how many were accepted; all begin at what the drafter says. Lists,
-        # since a handful is seen at a time, between forwards that leave none of NumPy's code in the caches.
-        self._prior = [[PRIOR] * len(middles), *([PRIOR * each for each in middles] for _ in range(2))]
-        self._sums = [[list(kind) for kind in self._prior] for _ in range(NUM_DEPTHS)]
-        self._lines: list[tuple[list[float], list[float]] | None] = [None] * NUM_DEPTHS
+        middles = [(low + high) / 2 for low, high in pairwise([0.0, *CONFIG.probability_bins, 1.0])]
+        # By bin: number of nodes, sum of their probabilities, number of accepted ones. Python lists, because NumPy is
+        # slower for the few nodes of a step.
+        self._priors = [[CONFIG.prior_weight * start for start in starts] for starts in ([1.0] * len(middles), middles)]
+        self._priors.append(self._priors[1])
+        self._sums = [[list(prior) for prior in self._priors] for _ in range(NUM_DEPTHS)]
+        self._curves: dict[int, tuple[list[float], list[float]]] = {}
 
-    def observe(self, chances: Iterable[float], depths: Iterable[int], accepted: Iterable[bool]) -> None:
-        """Nodes whose parents were accepted: (K,) the drafter's chance of each, depth from 1, and whether it was."""
-        nodes = zip(chances, depths, accepted, strict=True)
-        known = [(chance, min(depth, NUM_DEPTHS) - 1, hit) for chance, depth, hit in nodes if math.isfinite(chance)]
-        if not known:
-            return
-        kept = FORGET ** len(known)
-        for place in {place for _, place, _ in known}:
-            for sums, priors in zip(self._sums[place], self._prior, strict=True):
-                sums[:] = [prior + kept * (own - prior) for own, prior in zip(sums, priors, strict=True)]
-        for chance, place, hit in known:
-            at, (seen, chances, hits) = bisect_left(EDGES, chance), self._sums[place]
-            seen[at] += 1
-            chances[at] += chance
-            hits[at] += hit
-        self._lines = [None] * NUM_DEPTHS
+    def observe(self, probs: Iterable[float], depths: Iterable[int], accepted: Iterable[bool]) -> None:
+        """Count nodes whose parents were accepted.
 
-    def __call__(self, chances: np.ndarray, depth: int) -> np.ndarray:
-        """The chance at which such nodes of this depth were accepted, of any shape."""
-        found: np.ndarray = np.interp(chances, *self._line(min(depth, NUM_DEPTHS) - 1))
-        return found
+        Args:
+            probs: (K,) the drafter's probability of each node; nodes for which it is not finite are ignored.
+            depths: (K,) depth of each node, 1 for children of the root.
+            accepted: (K,) True for accepted nodes.
+        """
+        nodes = [node for node in zip(probs, depths, accepted, strict=True) if math.isfinite(node[0])]
+        keep = CONFIG.acceptance_decay ** len(nodes)
+        for index in {_table(depth) for _, depth, _ in nodes}:
+            for values, priors in zip(self._sums[index], self._priors, strict=True):
+                values[:] = [prior + keep * (value - prior) for value, prior in zip(values, priors, strict=True)]
+        for prob, depth, is_accepted in nodes:
+            place = bisect_left(CONFIG.probability_bins, prob)
+            counts, sums, hits = self._sums[_table(depth)]
+            counts[place] += 1
+            sums[place] += prob
+            hits[place] += is_accepted
+        self._curves.clear()
+
+    def __call__(self, probs: np.ndarray, depth: int) -> np.ndarray:
+        """Return the acceptance rate of nodes at ``depth``, in the shape of ``probs``."""
+        rates: np.ndarray = np.interp(probs, *self._curve(_table(depth)))
+        return rates
 
     def tables(self) -> tuple[np.ndarray, np.ndarray]:
-        """Knots and rates of a ``GrowthRule``: (NUM_DEPTHS, bins) float32 each."""
-        lines = [self._line(place) for place in range(NUM_DEPTHS)]
-        knots, rates = (np.array([line[part] for line in lines], dtype=np.float32) for part in (0, 1))
+        """Return the knots and rates of a ``GrowthRule``: (num_depths, bins) float32 each."""
+        curves = [self._curve(index) for index in range(NUM_DEPTHS)]
+        knots, rates = (np.array(part, dtype=np.float32) for part in zip(*curves, strict=True))
         return knots, rates
 
-    def _line(self, place: int) -> tuple[list[float], list[float]]:
-        """The mean chance and the acceptance rate of nodes of depth ``place + 1``, (bins,) each."""
-        known = self._lines[place]
-        if known is not None:
-            return known
-        seen, chances, hits = self._sums[place]
-        if place:
-            above = self._line(place - 1)[1]
-            hits = [own - prior + PRIOR * rate for own, prior, rate in zip(hits, self._prior[2], above, strict=True)]
-        rates = pooled([hit / count for hit, count in zip(hits, seen, strict=True)], seen)
-        means = [chance / count for chance, count in zip(chances, seen, strict=True)]
-        line = self._lines[place] = means, rates
-        return line
+    def _curve(self, index: int) -> tuple[list[float], list[float]]:
+        """Return mean probability and acceptance rate of every bin, (bins,) each."""
+        if index not in self._curves:
+            counts, sums, hits = self._sums[index]
+            if index:
+                above = zip(hits, self._priors[2], self._curve(index - 1)[1], strict=True)
+                hits = [count - prior + CONFIG.prior_weight * rate for count, prior, rate in above]
+            rates = isotonic([hit / count for hit, count in zip(hits, counts, strict=True)], counts)
+            self._curves[index] = [total / count for total, count in zip(sums, counts, strict=True)], rates
+        return self._curves[index]
 
 
 class Ranks:
-    """How often the first, second, ... child of an accepted node was accepted, by depth: what blind shapes go by."""
+    """Acceptance rate of the first, second, ... child of an accepted node, by depth: known before a draft is made."""
 
     def __init__(self) -> None:
-        first = [0.7, 0.1, 0.05, 0.03]  # believed beforehand
-        self._rates = [list(first) for _ in range(NUM_DEPTHS)]
-        self._seen = [[0] * NUM_RANKS for _ in range(NUM_DEPTHS)]
+        first = CONFIG.prior_acceptance
+        start = [first] + [(1 - first) / NUM_RANKS] * (NUM_RANKS - 1)
+        self._rates = [list(start) for _ in range(NUM_DEPTHS)]
+        self._counts = [[0] * NUM_RANKS for _ in range(NUM_DEPTHS)]
 
     def observe(self, depth: int, rank: int, accepted: bool) -> None:
-        """One node whose parent was accepted; depth from 1, rank from 0."""
+        """Count one node whose parent was accepted; depth from 1, rank from 0."""
         if rank >= NUM_RANKS:
             return
-        place = min(depth, NUM_DEPTHS) - 1
-        self._seen[place][rank] += 1
-        weight = max(LATEST, 1 / (self._seen[place][rank] + PRIOR))
-        self._rates[place][rank] += weight * (accepted - self._rates[place][rank])
+        rates, counts = self._rates[_table(depth)], self._counts[_table(depth)]
+        counts[rank] += 1
+        weight = max(1 - CONFIG.decay, 1 / (counts[rank] + CONFIG.prior_weight))
+        rates[rank] += weight * (accepted - rates[rank])
 
     def rate(self, depth: int, rank: int = 0) -> float:
-        """The chance of such a child; depth from 1."""
-        return self._rates[min(depth, NUM_DEPTHS) - 1][rank]
+        """Return the acceptance rate of a child; depth from 1, rank from 0."""
+        return self._rates[_table(depth)][rank]
 
     def likeliest(self, depth: int, width: int) -> Iterator[tuple[tuple[int, ...], float]]:
-        """Paths of ranks with the chance of each, the likeliest first and parents before their children (Sequoia)."""
-        waiting: list[tuple[float, tuple[int, ...]]] = []
-        waiting += [(-self.rate(1, rank), (rank,)) for rank in range(min(width, NUM_RANKS))]
-        heapq.heapify(waiting)
-        while waiting:
-            value, path = heapq.heappop(waiting)
-            yield path, -value
+        """Yield paths of ranks with their probabilities, the likeliest first, parents before children (Sequoia)."""
+        queue: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]
+        while queue:
+            value, path = heapq.heappop(queue)
+            if path:
+                yield path, -value
             if len(path) < depth:
                 for rank in range(min(width, NUM_RANKS)):
-                    heapq.heappush(waiting, (value * self.rate(len(path) + 1, rank), (*path, rank)))
+                    heapq.heappush(queue, (value * self.rate(len(path) + 1, rank), (*path, rank)))
 
 
-def judged(
+def reached_nodes(
     steps: Sequence[tuple[Tensor, Tensor, Tensor | None]], ranks: Ranks
 ) -> tuple[list[float], list[int], list[bool]]:
-    """The nodes whose parents were accepted, as ``Acceptance.observe`` reads them, (K,) each. ``ranks`` observes them.
+    """Return the nodes whose parents were accepted as arguments of ``Acceptance.observe``, and count them in ``ranks``.
 
     Args:
-        steps: parents (B, N), accepted path (B, D) and what was said of the nodes (B, N) or None, of each step.
+        steps: for each step parents (B, N), accepted path (B, D) and the nodes' draft probabilities (B, N) or None.
     """
-    said, at, right = [], [], []
-    for parents_BN, path_BD, told_BN in steps:
-        told = None if told_BN is None else told_BN.tolist()
-        for row, (path, parents) in enumerate(zip(path_BD.tolist(), parents_BN.tolist(), strict=True)):
-            kept, depths, children = set(path), [0] * len(parents), [0] * len(parents)
+    probs, levels, hits = [], [], []
+    for parents_BN, path_BD, probs_BN in steps:
+        rows = zip(path_BD.tolist(), parents_BN.tolist(), strict=True)
+        for row, (path, parents) in enumerate(rows):
+            accepted, depths, num_children = set(path), [0] * len(parents), [0] * len(parents)
+            row_probs = None if probs_BN is None else probs_BN[row].tolist()
             for node in range(1, len(parents)):
-                above = parents[node]
-                if above < 0 or above not in kept:
+                parent = parents[node]
+                if parent < 0 or parent not in accepted:
                     continue
-                depth = depths[node] = depths[above] + 1
-                ranks.observe(depth, children[above], node in kept)  # siblings stand in order
-                children[above] += 1
-                if told is not None:
-                    said.append(told[row][node])
-                    at.append(depth)
-                    right.append(node in kept)
-    return said, at, right
+                depth = depths[node] = depths[parent] + 1
+                ranks.observe(depth, num_children[parent], node in accepted)  # siblings are stored in order of rank
+                num_children[parent] += 1
+                if row_probs is not None:
+                    probs.append(row_probs[node])
+                    levels.append(depth)
+                    hits.append(node in accepted)
+    return probs, levels, hits
+
+
+def _table(depth: int) -> int:
+    return min(depth, NUM_DEPTHS) - 1

@@ -13,18 +13,18 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 from draftwing.errors import ConfigError
 
-ROWS = 4  # batch size at which the cost of further rows is measured
+CURVES = ("verify", "chain", "tree", "per_token_of")  # attributes of ``Costs``
 
 
-def _check(alpha: float, gamma: float = 0, c: float = 0.0) -> None:
+def _check(alpha: float, gamma: float, c: float = 0.0) -> None:
     if not 0 <= alpha <= 1 or gamma < 0 or not c >= 0:
         raise ConfigError(
-            f"the cost model needs alpha in [0, 1], gamma and c of at least 0, found {alpha}, {gamma} and {c}"
+            f"the cost model needs alpha in [0, 1], gamma and c >= 0; found alpha={alpha}, gamma={gamma}, c={c}"
         )
 
 
@@ -96,55 +96,48 @@ class Curve:
         return Curve(tuple((count, seconds * factor) for count, seconds in self.knots))
 
     @classmethod
-    def line(cls, samples: Mapping[float, Sequence[float]]) -> Curve:
-        """Fit a straight line: slope and intercept by the median of all pairs' slopes (Theil-Sen)."""
+    def fit(cls, samples: Mapping[float, Sequence[float]]) -> Curve:
+        """Fit the nearest non-decreasing curve (isotonic regression): more nodes never take less time."""
+        counts = sorted(samples)
+        return cls(tuple(zip(counts, isotonic([_quiet(samples[count]) for count in counts]), strict=True)))
+
+    @classmethod
+    def fit_concave(cls, samples: Mapping[float, Sequence[float]]) -> Curve:
+        """Fit the nearest non-decreasing concave curve: later levels of a draft find warmer caches."""
+        knots = cls.fit(samples).knots
+        widths = [right - left for (left, _), (right, _) in pairwise(knots)]
+        slopes = [(high - low) / (right - left) for (left, low), (right, high) in pairwise(knots)]
+        falling = [-slope for slope in isotonic([-slope for slope in slopes], widths)]
+        rises = accumulate((slope * width for slope, width in zip(falling, widths, strict=True)), initial=0.0)
+        points = [(count, seconds, rise) for (count, seconds), rise in zip(knots, rises, strict=False)]
+        start = statistics.fmean([seconds - rise for _, seconds, rise in points] or [0.0])
+        return cls(tuple((count, max(start + rise, 0.0)) for count, _, rise in points))
+
+    @classmethod
+    def fit_line(cls, samples: Mapping[float, Sequence[float]]) -> Curve:
+        """Fit a non-decreasing straight line with the median of all pairs' slopes (Theil-Sen)."""
         points = [(count, _quiet(samples[count])) for count in sorted(samples)]
-        if len(points) < 2:
-            return cls(tuple(points))
         slopes = [(high - low) / (right - left) for (left, low), (right, high) in combinations(points, 2)]
-        slope = max(statistics.median(slopes), 0.0)
-        start = statistics.median([seconds - slope * count for count, seconds in points])
+        slope = max(statistics.median(slopes or [0.0]), 0.0)
+        start = statistics.median([seconds - slope * count for count, seconds in points] or [0.0])
         return cls(tuple((count, max(start + slope * count, 0.0)) for count, _ in points))
 
-    @classmethod
-    def bent(cls, samples: Mapping[float, Sequence[float]]) -> Curve:
-        """Fit the nearest concave curve: later levels of a draft find the caches warmer."""
-        fitted = cls.fit(samples).knots
-        if not fitted:
-            return cls(())
-        widths = [right - left for (left, _), (right, _) in pairwise(fitted)]
-        slopes = [(high - low) / (right - left) for (left, low), (right, high) in pairwise(fitted)]
-        values = [0.0]
-        for slope, width in zip(pooled([-slope for slope in slopes], widths), widths, strict=True):
-            values.append(values[-1] - slope * width)
-        start = statistics.fmean([seconds - value for (_, seconds), value in zip(fitted, values, strict=True)])
-        return cls(tuple((count, max(start + value, 0.0)) for (count, _), value in zip(fitted, values, strict=True)))
 
-    @classmethod
-    def fit(cls, samples: Mapping[float, Sequence[float]]) -> Curve:
-        """Fit the nearest non-decreasing curve through the medians of the faster half of each count's samples.
-
-        Other processes only ever add to a time, and more nodes never take less: isotonic regression.
-        """
-        counts = sorted(samples)
-        means = pooled([_quiet(samples[count]) for count in counts], [1.0] * len(counts))
-        return cls(tuple(zip(counts, means, strict=True)))
-
-
-def pooled(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+def isotonic(values: Sequence[float], weights: Sequence[float] | None = None) -> list[float]:
     """Return the nearest non-decreasing sequence (isotonic regression by pooling adjacent violators)."""
     blocks: list[tuple[float, float, int]] = []  # mean, weight, number of values
-    for value, weight in zip(values, weights, strict=True):
-        mean, total, count = value, weight, 1
+    for mean, weight in zip(values, weights or [1.0] * len(values), strict=True):
+        count = 1
         while blocks and blocks[-1][0] > mean:
-            above, others, more = blocks.pop()
-            mean = (mean * total + above * others) / (total + others)
-            total, count = total + others, count + more
-        blocks.append((mean, total, count))
+            left_mean, left_weight, left_count = blocks.pop()
+            mean = (mean * weight + left_mean * left_weight) / (weight + left_weight)
+            weight, count = weight + left_weight, count + left_count
+        blocks.append((mean, weight, count))
     return [mean for mean, _, count in blocks for _ in range(count)]
 
 
 def _quiet(values: Sequence[float]) -> float:
+    """Return the median of the faster half: other processes only ever add to a time."""
     ordered = sorted(values)
     return statistics.median(ordered[: (len(ordered) + 1) // 2])
 
@@ -154,11 +147,14 @@ class Costs:
     """Measured seconds of the parts of a step, for one target, drafter, dtype, device and number of threads.
 
     Attributes:
-        verify: T_V by nodes per forward (roots included, all rows together), at ``context`` tokens of one row. chain,
-        tree: drafting time of one row by depth, for chains and for trees of ``width``. width: of the measured trees;
-        1 if the drafter only drafts chains. per_token: verification time per committed token of a row;
-        ``per_token_of``: the same by nodes of the row's tree. per_row: verification time per further row;
-        ``draft_per_row``: as a share of one row's drafting time. context: tokens at which the curves were measured.
+        verify: T_V by nodes per forward (roots included, all rows together), at ``context`` tokens of one row.
+        chain, tree: drafting time of one row by depth, for chains and for trees of ``width``.
+        width: children per node of the measured trees; 1 if the drafter only drafts chains.
+        per_token: verification time per committed token of a row.
+        per_token_of: the same by nodes of the row's tree.
+        per_row: verification time per further row.
+        draft_per_row: drafting time per further row, as a share of one row's.
+        context: tokens of the row with which the curves were measured.
         busy: share of the measured sizes that were only measured while other processes held the processors.
     """
 
@@ -175,8 +171,8 @@ class Costs:
 
     def verify_seconds(self, nodes: int, rows: int = 1, context: float | None = None) -> float:
         """T_V of ``rows`` trees of ``nodes`` each, roots included; ``context`` is the rows' mean length."""
-        beyond = 0.0 if context is None else (context * rows - self.context) * self.token_seconds(nodes)
-        return max(self.verify(nodes * rows) + (rows - 1) * self.per_row + beyond, 1e-7)
+        tokens = 0.0 if context is None else context * rows - self.context
+        return max(self.verify(nodes * rows) + (rows - 1) * self.per_row + tokens * self.token_seconds(nodes), 1e-7)
 
     def token_seconds(self, nodes: int) -> float:
         """Verification time per committed token of a row, for a tree of ``nodes``."""
@@ -184,11 +180,11 @@ class Costs:
 
     @property
     def of_target(self) -> Costs:
-        """The costs without the drafter's."""
+        """These costs without the drafter's."""
         return replace(self, chain=Curve(()), tree=Curve(()), width=1, draft_per_row=0.0)
 
     def at_pace(self, pace: float) -> Costs:
-        """The target's costs on a machine ``pace`` times as slow."""
+        """Return the target's costs on a machine ``pace`` times as slow."""
         return replace(
             self.of_target,
             verify=self.verify.times(pace),
@@ -236,17 +232,16 @@ class Costs:
             ConfigError: the values are not measured costs.
         """
         try:
-            curves = {
-                name: Curve(tuple((float(count), float(seconds)) for count, seconds in values[name]["knots"]))
-                for name in ("verify", "chain", "tree", "per_token_of")
+            parts: dict[str, Any] = {
+                name: float(values[name]) for name in cls.__dataclass_fields__ if name not in CURVES
             }
-            if not curves["verify"].knots:
+            for name in CURVES:
+                parts[name] = Curve(tuple((float(count), float(seconds)) for count, seconds in values[name]["knots"]))
+            if not parts["verify"].knots:
                 raise ValueError("verify has no knots")
-            whole = {name: int(values[name]) for name in ("width", "context")}
-            numbers = {name: float(values[name]) for name in ("per_token", "per_row", "draft_per_row", "busy")}
-            return cls(**curves, **whole, **numbers)  # type: ignore[arg-type]
+            return cls(**{**parts, "width": int(parts["width"]), "context": int(parts["context"])})
         except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"these are no measured costs ({error!r}): measure again") from error
+            raise ConfigError(f"invalid measured costs ({error!r}): measure again") from error
 
 
 def inflection_length(costs: Costs, alpha: float, gamma: int, rows: int = 1, *, view: int | None = None) -> float:
@@ -263,9 +258,9 @@ def inflection_length(costs: Costs, alpha: float, gamma: int, rows: int = 1, *, 
     """
     tokens = expected_tokens(alpha, gamma)
     draft = costs.draft_seconds(gamma, 1, rows) if view is None else gamma * costs.verify_seconds(1, rows, view)
-    missing = draft + costs.verify_seconds(gamma + 1, rows, 0) - tokens * costs.verify_seconds(1, rows, 0)
-    if missing <= 0 and view is None:
+    loss = draft + costs.verify_seconds(gamma + 1, rows, 0) - tokens * costs.verify_seconds(1, rows, 0)  # per step
+    if loss <= 0 and view is None:
         return 0.0
-    gained = (tokens * costs.token_seconds(1) - costs.token_seconds(gamma + 1)) * rows
-    length = missing / gained if gained > 0 else math.inf
+    gain = (tokens * costs.token_seconds(1) - costs.token_seconds(gamma + 1)) * rows  # per token of context
+    length = loss / gain if gain > 0 else math.inf
     return length if view is None else max(length, float(view))

@@ -1,11 +1,11 @@
-"""Measure what a step costs on this machine, through a decode loop, and keep it for the next time.
+"""Measure the costs of a step on this machine with a decode loop, and cache them on disk.
 
-A stand-in drafter proposes trees of every size for the target's part; the real one drafts at every depth for its own.
-All sizes take turns, so that a machine that slows down slows all alike. Steps during which a thread waited for a
-processor count only if there are no others, and costs that were measured on a busy machine are kept for ten minutes.
+A stand-in drafter proposes trees of every size to time the target; the real one drafts at every depth. The sizes take
+turns, so that changes of the machine's speed affect all alike. Steps during which a thread waited for a processor count
+only if there are no others, and costs of a busy machine are kept for ten minutes.
 
-The target's part is measured once for all its drafters; a further drafter is measured next to a few of the target's
-sizes, which give the machine's present pace.
+The target is measured once for all its drafters. For a further drafter, a few of the target's sizes give the machine's
+present pace.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import math
 import os
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
 
 from draftwing.accept import get_rule
-from draftwing.budget.costs import ROWS, Costs, Curve
+from draftwing.budget.config import CONFIG
+from draftwing.budget.costs import Costs, Curve
 from draftwing.budget.planner import Planner
 from draftwing.cpu.library import get_kernel
 from draftwing.errors import ConfigError
@@ -36,35 +36,10 @@ from draftwing.models.lean import LeanContext
 from draftwing.models.target import Target
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.stats import Step, Timings
-from draftwing.storage import private_folder
+from draftwing.storage import Folder, private_folder
 from draftwing.tree import DraftTree
 
 TASKS = Path("/proc/self/task")
-
-
-@dataclass(frozen=True)
-class MeasureConfig:
-    """The sizes that are measured, and the time limits."""
-
-    nodes: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
-    few_nodes: tuple[int, ...] = (1, 4, 6, 8, 12, 16, 32, 64)  # for slow targets
-    anchors: tuple[int, ...] = (1, 4, 16)  # nodes at which further rows, long contexts and the pace are measured
-    chain_depths: tuple[int, ...] = (1, 2, 4, 8)
-    tree_depths: tuple[int, ...] = (1, 2, 4, 6)
-    few_depths: tuple[int, ...] = (1, 4)
-    tree_width: int = 4
-    context: int = 64  # tokens of the measured rows
-    long_context: int = 1024  # tokens of the row that gives the cost per token of context
-    slow_step_s: float = 0.06  # seconds of a baseline step from which fewer sizes are measured
-    often_upto: int = 16  # nodes up to which sizes are measured in every round; most steps are that small
-    rounds: int = 24  # at most; the first one warms up and does not count
-    seconds: float = 4.0  # for all of it, about; twice that on a busy machine
-    busy_share: float = 0.1  # sizes without an undisturbed sample, above which the machine counts as busy
-    busy_lifetime_s: float = 600.0  # for which costs of a busy machine are kept
-    wait_share: float = 0.02  # share of a step that threads may wait for processors, as on an idle machine
-
-
-CONFIG = MeasureConfig()
 
 
 class Loop(Protocol):
@@ -93,12 +68,39 @@ class Sample(NamedTuple):
     is_clean: bool
 
 
-Samples = defaultdict[float, list[Sample]]  # by count
-Series = tuple[Samples, Sequence[int], Callable[[int], Sample]]
+class Series:
+    """Samples of one kind of step by count: nodes for the target, depth for the drafter."""
+
+    def __init__(self, counts: Sequence[int], time_step: Callable[[int], Sample]) -> None:
+        self._samples: dict[int, list[Sample]] = {count: [] for count in counts}
+        self._time_step = time_step
+
+    def run(self) -> None:
+        """Time every count once."""
+        for count in list(self._samples)[:1]:
+            self._time_step(count)  # not counted: it refills the caches that other series emptied
+        for count, samples in self._samples.items():
+            samples.append(self._time_step(count))
+
+    @property
+    def seconds(self) -> dict[float, list[float]]:
+        """Seconds by count, without the first round, and without disturbed steps if there are others."""
+        return {
+            count: [sample.seconds for sample in samples if sample.is_clean] or [sample.seconds for sample in samples]
+            for count, samples in self._later()
+        }
+
+    @property
+    def are_disturbed(self) -> list[bool]:
+        """For every count, True if all its steps were disturbed."""
+        return [not any(sample.is_clean for sample in samples) for _, samples in self._later()]
+
+    def _later(self) -> list[tuple[int, list[Sample]]]:
+        return [(count, samples[1:] or samples) for count, samples in self._samples.items()]
 
 
 def waited_seconds() -> float:
-    """Return the seconds that this process's threads were ready to run and did not; 0 if the system does not tell."""
+    """Return the seconds that this process's threads waited for a processor; 0 if the system does not count them."""
     waited = 0
     with suppress(OSError), os.scandir(TASKS) as tasks:  # Linux only
         for task in tasks:
@@ -108,7 +110,7 @@ def waited_seconds() -> float:
 
 
 class _Filler(NoDrafter):
-    """Proposes a given number of nodes that are never right for long."""
+    """Propose a given number of nodes, almost all of which are rejected."""
 
     name = "filler"
 
@@ -116,7 +118,7 @@ class _Filler(NoDrafter):
         self.features, self.nodes = features, 1
 
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
-        """Repeat the pending token, as a tree of two branches, since trees need a mask of their own."""
+        """Repeat the pending token in two branches, since trees need an attention mask."""
         tokens = ctx.pending()[:, None].repeat(1, self.nodes)
         if self.nodes < 3:
             return DraftTree.chain(tokens)
@@ -132,25 +134,25 @@ class _Bench:
         self.target, self.drafter = target, drafter
         self.loop = new_loop(drafter, Budget(1))
         self.prompt = [(7 * i + 3) % target.vocab_size for i in range(context + 1)]  # the last one is pending
-        self.rows, self.length, self.stretched = rows, context, 0
+        self.rows, self.length = rows, context
         self.ids: set[int] = set()
         self._admit()
 
     def _admit(self) -> None:
         sampling = Sampling(max_tokens=self.target.max_length, ignore_eos=True)
         self.ids = {self.loop.admit(self.prompt, sampling) for _ in range(self.rows)}
-        if self.stretched:
-            self.stretch(self.stretched)
+        self.stretch(self.length)
 
-    def stretch(self, length: int) -> int:
-        """Pretend that rows are that long (slots of zeros take as long to read). Return 0 if impossible."""
-        if not isinstance(self.loop.ctx, LeanContext) or length <= self.loop.ctx.rows[0].length:
-            return 0
-        for row in self.loop.ctx.rows:
+    def stretch(self, length: int) -> bool:
+        """Extend rows to ``length`` with slots of zeros, which take as long to read. Return False if impossible."""
+        ctx = self.loop.ctx
+        if not isinstance(ctx, LeanContext) or length <= ctx.rows[0].length:
+            return False
+        for row in ctx.rows:
             row.tokens[1:1] = [self.prompt[0]] * (length - row.length)
             row.length = length
-        self.length = self.stretched = length
-        return length
+        self.length = length
+        return True
 
     def verify(self, nodes: int) -> Sample:
         """Time everything but the draft."""
@@ -163,9 +165,9 @@ class _Bench:
                 del row.tokens[row.length + 1 :]
         return Sample(times.verify + times.accept + times.commit, is_clean)
 
-    def draft(self, depth: int, width: int = 1, nodes: int | None = None) -> Sample:
+    def draft(self, budget: Budget) -> Sample:
         """Time the draft."""
-        self.loop.budget = Budget(depth, width, nodes)
+        self.loop.budget = budget
         times, is_clean = self._step()
         return Sample(times.draft, is_clean)
 
@@ -174,11 +176,11 @@ class _Bench:
             for request in self.ids:
                 self.loop.retire(request)
             self._admit()
-        waited, began = waited_seconds(), time.perf_counter()
+        waited, start = waited_seconds(), time.perf_counter()
         step = self.loop.step()
-        spent = time.perf_counter() - began
+        elapsed = time.perf_counter() - start
         self.ids -= {row.request_id for row in step.rows if row.finish_reason is not None}
-        return step.timings, waited_seconds() - waited <= CONFIG.wait_share * spent + 20e-6
+        return step.timings, waited_seconds() - waited <= CONFIG.max_wait_share * elapsed
 
 
 def measure(
@@ -202,87 +204,77 @@ def measure(
     """
     drafter, room = new_drafter(), target.max_length // 2
     if room < 8:
-        raise ConfigError(f"{target.name} has room for {target.max_length} tokens: too few to measure anything")
-    context = min(CONFIG.context, room // 2)
+        raise ConfigError(f"{target.name} has a context of {target.max_length} tokens: at least 16 are needed")
+    (_, context), (num_rows, _), (_, long_context) = CONFIG.batches
+    context, long_context = min(context, room // 2), min(long or long_context, room)
 
     def bench(drafter: Drafter, rows: int) -> _Bench:
         return _Bench(target, drafter, new_loop, rows, context)
 
+    max_nodes = min(room // 2, target.vocab_size)
+    nodes = [count for count in CONFIG.nodes if count <= max_nodes]
+    rare = [count for count in CONFIG.nodes[-2:] if count <= max_nodes]  # slow sizes, timed in half of the rounds
+    anchors = [count for count in CONFIG.nodes[:-2:3] if count <= max_nodes]
+    depths = [depth for depth in CONFIG.depths if depth < room // 2] if drafter.costs_forwards else []
+    width = CONFIG.tree.width if depths and target.vocab_size > CONFIG.tree.width else 1
     one = bench(_Filler(drafter.features), 1)
-    one.verify(1)
-    is_slow = one.verify(1).seconds > CONFIG.slow_step_s
-    most = min(room // 2, target.vocab_size)
-    sizes = CONFIG.anchors if known else CONFIG.few_nodes if is_slow else CONFIG.nodes
-    nodes = [count for count in sizes if count <= most]
-    anchors = [count for count in CONFIG.anchors if count in nodes]
-    verify, by_rows, by_context, chain, tree, chain_rows = (Samples(list) for _ in range(6))
-    # (samples, counts, timed part): small sizes in every round, the others in half of the rounds
-    often: list[Series] = [(verify, [count for count in nodes if count <= CONFIG.often_upto], one.verify)]
-    seldom: list[Series] = [(verify, [count for count in nodes if count > CONFIG.often_upto], one.verify)]
-    stretched = 0
+    small = Series(anchors if known else [count for count in nodes if count not in rare], one.verify)
+    large, by_rows, by_context, chain, tree, chain_rows = (Series([], one.verify) for _ in range(6))
     if known is None:
-        many, far = bench(_Filler(drafter.features), ROWS), bench(_Filler(drafter.features), 1)
-        stretched = far.stretch(min(long or CONFIG.long_context, room))
-        seldom.append((by_rows, anchors, many.verify))
-        seldom += [(by_context, anchors, far.verify)] if stretched else []
-    if drafter.costs_forwards:
-        alone, together = bench(drafter, 1), bench(new_drafter(), ROWS)
-        for each in (alone, together):
-            each.stretch(min(drafter.context, room))
-        depths = [depth for depth in (CONFIG.few_depths if is_slow else CONFIG.chain_depths) if depth < room // 2]
-        often.append((chain, depths, alone.draft))
-        if target.vocab_size > CONFIG.tree_width:
-            deep = [depth for depth in (CONFIG.few_depths if is_slow else CONFIG.tree_depths) if depth < room // 2]
-            largest = min(CONFIG.nodes[-1], most)
-            seldom.append((tree, deep, lambda depth: alone.draft(depth, CONFIG.tree_width, largest)))
-        seldom.append((chain_rows, depths[-1:], together.draft))
+        batch, long_row = bench(_Filler(drafter.features), num_rows), bench(_Filler(drafter.features), 1)
+        large, by_rows = Series(rare, one.verify), Series(anchors, batch.verify)
+        by_context = Series(anchors if long_row.stretch(long_context) else [], long_row.verify)
+    if depths:
+        alone, together = bench(drafter, 1), bench(new_drafter(), num_rows)
+        for drafting in (alone, together):
+            drafting.stretch(min(drafter.context, room))
+        chain = Series(depths, lambda depth: alone.draft(Budget(depth)))
+        tree = Series(depths if width > 1 else [], lambda depth: alone.draft(Budget(depth, width, nodes[-1])))
+        chain_rows = Series(depths[-1:], lambda depth: together.draft(Budget(depth)))
+    often, seldom = (small, chain), (large, by_rows, by_context, tree, chain_rows)
 
-    def busy() -> float:
-        later = [
-            samples[1:] for part in (verify, by_rows, by_context, chain, tree, chain_rows) for samples in part.values()
-        ]
-        return statistics.fmean([not any(sample.is_clean for sample in samples) for samples in later])
+    def busy_share() -> float:
+        return statistics.fmean([is_disturbed for series in (*often, *seldom) for is_disturbed in series.are_disturbed])
 
-    began, limit = time.perf_counter(), CONFIG.seconds if seconds is None else seconds
+    start, limit = time.perf_counter(), CONFIG.seconds if seconds is None else seconds
     for turn in range(2 * CONFIG.rounds):
-        longer = 1 if turn < 2 or busy() <= CONFIG.busy_share else 2
-        if turn >= 2 and (turn >= longer * CONFIG.rounds or time.perf_counter() - began > longer * limit):
+        factor = 2 if turn >= 2 and is_busy(busy_share()) else 1
+        if turn >= 2 and (turn >= factor * CONFIG.rounds or time.perf_counter() - start > factor * limit):
             break
-        for samples, counts, timed in (*often, *(seldom if turn < 2 or turn % 2 else ())):
-            for count in counts[:1]:
-                timed(count)  # not counted: it refills the caches that other series emptied
-            for count in counts:
-                samples[count].append(timed(count))
+        for series in often if turn >= 2 and turn % 2 == 0 else (*often, *seldom):
+            series.run()
 
-    curve = Curve.fit(_clean(verify))
+    curve = Curve.fit(small.seconds | large.seconds)
     if known is not None:
         costs = known.at_pace(_median([seconds / known.verify_seconds(int(count)) for count, seconds in curve.knots]))
     else:
-        per_row = [(Curve.fit(_clean(by_rows))(n) - curve(n * ROWS)) / (ROWS - 1) for n in by_rows]
-        longer_rows = Curve.fit(_clean(by_context))
-        per_token = {n: [max((longer_rows(n) - curve(n)) / max(stretched - context, 1), 0.0)] for n in by_context}
+        rows_curve, long_curve = Curve.fit(by_rows.seconds), Curve.fit(by_context.seconds)
+        per_row = _median([(seconds - curve(n * num_rows)) / (num_rows - 1) for n, seconds in rows_curve.knots])
+        added = long_context - context
+        per_token = {n: [max(seconds - curve(n), 0.0) / added] for n, seconds in long_curve.knots}
         token = _median([values[0] for values in per_token.values()])
-        row = max(0.0, _median(per_row) - context * token)  # each row's own tokens are counted separately
-        costs = Costs(curve, per_token=token, per_token_of=Curve.fit(per_token), per_row=row, context=context)
-    chains = Curve.bent(_clean(chain))
-    more_rows = Curve.fit(_clean(chain_rows))(1) / chains(max(chain)) - 1 if chain_rows else 0.0
+        costs = Costs(
+            curve,
+            per_token=token,
+            per_token_of=Curve.fit(per_token),
+            per_row=max(per_row - context * token, 0.0),  # each row's own tokens are counted separately
+            context=context,
+        )
+    chains = Curve.fit_concave(chain.seconds)
+    more_rows = Curve.fit(chain_rows.seconds)(1) / chains(depths[-1]) - 1 if depths else 0.0
     return replace(
         costs,
         chain=chains,
-        tree=Curve.line(_clean(tree)),
-        width=CONFIG.tree_width if tree else 1,
-        draft_per_row=max(0.0, more_rows / (ROWS - 1)),
-        busy=max(busy(), costs.busy),
+        tree=Curve.fit_line(tree.seconds),
+        width=width,
+        draft_per_row=max(more_rows / (num_rows - 1), 0.0),
+        busy=max(busy_share(), costs.busy),
     )
 
 
-def _clean(samples: Samples) -> Mapping[float, Sequence[float]]:
-    """Seconds by count, without first rounds, and without disturbed steps if there are others."""
-    later = {count: values[1:] or values for count, values in samples.items()}
-    return {
-        count: [sample.seconds for sample in values if sample.is_clean] or [sample.seconds for sample in values]
-        for count, values in later.items()
-    }
+def is_busy(share: float) -> bool:
+    """Return True if most sizes were only measured in disturbed steps."""
+    return share > 1 / 2
 
 
 def _median(values: Sequence[float]) -> float:
@@ -290,7 +282,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 def planner_for(target: Target, new_drafter: Callable[[], Drafter], rule: str, new_loop: NewLoop) -> Planner:
-    """Make a planner for a target with a drafter, by measured costs.
+    """Return a planner for a target with a drafter, by measured costs.
 
     Args:
         rule: a name in ``accept.RULES``.
@@ -298,24 +290,23 @@ def planner_for(target: Target, new_drafter: Callable[[], Drafter], rule: str, n
     """
     costs = costs_of(target, new_drafter, new_loop)
     on_cpu = target.device.type == "cpu"
-    return Planner.of(costs, get_rule(rule, lossless=False), new_drafter(), on_cpu=on_cpu)
+    return Planner.for_drafter(costs, get_rule(rule, lossless=False), new_drafter(), on_cpu=on_cpu)
 
 
-# --- kept for the next time ------------------------------------------------------------------------------------------
+# --- cache -----------------------------------------------------------------------------------------------------------
 
 
 def costs_of(target: Target, new_drafter: Callable[[], Drafter], new_loop: NewLoop, *, again: bool = False) -> Costs:
     """Return measured costs, from the cache if this machine has measured them before; ``again`` measures again."""
     drafter = new_drafter()
-    known, of_target = (None, None) if again else (known_costs(target, drafter), known_costs(target))
-    if known is not None:
-        return known
+    cached, of_target = (None, None) if again else (known_costs(target, drafter), known_costs(target))
+    if cached is not None:
+        return cached
     costs = measure(target, new_drafter, new_loop, known=of_target)
     with suppress(OSError), private_folder() as folder:  # without a cache the next start measures again
-        for key, kept in ((_key(target, drafter), costs), (_key(target), None if of_target else costs.of_target)):
-            if kept is not None:
-                text = json.dumps({"key": key, "measured": time.time(), "costs": kept.to_dict()})
-                folder.write(_file(key), text.encode())
+        _write(folder, _key(target, drafter), costs)
+        if of_target is None:
+            _write(folder, _key(target), costs.of_target)
     return costs
 
 
@@ -323,18 +314,23 @@ def known_costs(target: Target, drafter: Drafter | None = None) -> Costs | None:
     """Return what this machine has measured before, with a drafter or for the target alone, or None."""
     try:
         with private_folder() as folder:
-            kept = json.loads(folder.read(_file(_key(target, drafter))))
-        costs, age = Costs.from_dict(kept["costs"]), time.time() - float(kept["measured"])
+            entry = json.loads(folder.read(_file(_key(target, drafter))))
+        costs, age = Costs.from_dict(entry["costs"]), time.time() - float(entry["measured"])
     except (OSError, ValueError, KeyError, TypeError, ConfigError):
         return None
     is_old = not 0 <= age <= CONFIG.busy_lifetime_s
-    return None if (costs.busy > CONFIG.busy_share and is_old) or not math.isfinite(costs.verify(1)) else costs
+    return None if (is_busy(costs.busy) and is_old) or not math.isfinite(costs.verify(1)) else costs
+
+
+def _write(folder: Folder, key: dict[str, object], costs: Costs) -> None:
+    text = json.dumps({"key": key, "measured": time.time(), "costs": costs.to_dict()})
+    folder.write(_file(key), text.encode())
 
 
 def _key(target: Target, drafter: Drafter | None = None) -> dict[str, object]:
     kernel = get_kernel()
     return {
-        "version": 9,
+        "version": 10,
         "runtime": kernel.costs_like if kernel is not None and target.runtime == "kernel" else target.runtime,
         "target": target.name,
         "shape": [target.num_layers, target.hidden_size, target.vocab_size, target.num_weight_bytes, target.runs_as],

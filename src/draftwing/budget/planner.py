@@ -1,165 +1,157 @@
-"""How much to draft, decided step by step: a bandit over a few sizes of drafts, by measured tokens per second.
+"""Decide before every step how much to draft: a bandit over a few budgets, by measured tokens per second.
 
-The arms are no drafts, a chain of one, a chain of two, and the *grown* tree, whose nodes are chosen while it grows by
-what they are worth (``GrowthRule``: measured costs and observed acceptance). Every arm keeps decayed sums of seconds
-and tokens of its steps. The fastest arm is played; the others are probed for two steps at intervals that double while
-nothing changes. A new request shortens the intervals and fades what earlier requests said about drafts.
+The arms are the baseline (no draft), chains of one and two tokens, and the *grown* tree, whose nodes are chosen while
+it grows by their expected worth (``GrowthRule``: measured costs and observed acceptance).
+
+1. **Prediction.** Measured costs and the acceptance rates observed so far predict the speedup of every arm, also of
+   those that were never played. The prediction counts as ``prior_weight`` steps.
+2. **Exploitation.** The arm with the highest mean of predicted and measured speed is played.
+3. **Probes.** At intervals that double while nothing changes, the arm with the highest upper confidence bound is tried,
+   if that bound exceeds the speed of the best arm. Bounds widen with the time since an arm was played, so slow arms are
+   tried rarely but not never.
+4. **Requests.** A new request keeps all that was learned about the machine, but little of the arms' speeds in earlier
+   requests, and probes soon.
 
 With the keyed match rule no decision can change the output. For rules that draw children from q, and on a GPU, where
 the host must not wait for a tree's nodes, the grown tree is replaced by the fixed shape of the highest expected
 speed.
 
-Deciding by a bandit: BanditSpec (2505.15141). Trees by expected worth: Sequoia (2402.12374), SpecDec++ (2405.19715).
+Speculative decoding as a bandit: BanditSpec (2505.15141). Trees by expected worth: Sequoia (2402.12374), SpecDec++
+(2405.19715).
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass, replace
-from functools import cache
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
 from torch import Tensor
 
 from draftwing.accept import Rule
-from draftwing.budget.acceptance import Acceptance, Ranks, judged
+from draftwing.budget.acceptance import Acceptance, Ranks, reached_nodes
+from draftwing.budget.config import CONFIG
 from draftwing.budget.costs import Costs
 from draftwing.methods.base import Budget, Drafter
 from draftwing.models.context import Context, Row
 from draftwing.tree import Accepted, DraftTree, GrowthRule
 
-
-@dataclass(frozen=True)
-class PlannerConfig:
-    """Constants of the planner. Units are decode steps unless stated; SmolLM2 in int8 takes about 5 ms per step."""
-
-    decay: float = 0.985  # share of an arm's past that a step keeps: its memory is about 70 steps
-    token_decay: float = 0.998  # the same for the ratio of emitted to expected tokens: about 500 steps
-    min_gain: float = 1.06  # by which the hope for drafts must beat the baseline, whose steps between drafts run slower
-    doubt: float = 0.3  # optimism about an arm that was played once, as a share of its speed; falls with 1/sqrt(plays)
-    warmup: int = 4  # steps of the baseline, and of each chain, before the first decision
-    warmup_grown: int = 12  # steps of the grown tree before the first decision: acceptance is learned in them
-    probe: int = 2  # steps of a probe; the first one after baseline steps is slow and does not count
-    first_interval: int = 16  # steps between probes, doubled after each one that changes nothing,
-    last_interval: int = 256  # up to this: a probe that loses half of its time then costs 0.4%
-    hopeless: float = (
-        0.75  # an arm slower than the best one by more than this factor is only probed at the last interval
-    )
-    carried: float = 5.0  # plays of earlier requests that count in a new request: the next prompt may differ
-    probe_fade: float = 0.6  # share of an arm's past that counts when it is probed again
-    hiccup: float = (
-        2.0  # a step counts as at most this many average steps of its arm: other processes are not its fault
-    )
-    learn_every: int = 8  # drafted steps between updates of acceptance and growth rule (0.2 ms each)
-    skip_after: int = 3  # requests in a row without a gain, after which requests are decoded without the drafter
-    max_skipped: int = 8  # requests skipped at most before drafts are tried again
-    max_depth: int = 14  # levels of a tree
-    max_width: int = 4  # children of a node
-    max_nodes: int = 63  # nodes of a tree, the root not counted: one less than the largest measured size
-
-
-CONFIG = PlannerConfig()
-CHEAP = Budget(16, 3, 63)  # for drafters that run no net: depth, alternatives and nodes cost next to nothing to propose
-SHAPES = (*map(Budget, (3, 5, 8)), Budget(5, 8, 16), Budget(8, 10, 60))  # to choose from when trees cannot grow freely
+# Shapes to choose from if trees cannot grow freely: chains of the measured depths, a small and a large tree.
+_TREES = [Budget(CONFIG.depths[-1], CONFIG.tree.width, nodes - 1) for nodes in CONFIG.nodes[-3::2]]
+SHAPES = (*map(Budget, CONFIG.depths), *_TREES)
+BASELINE, GROWN = 0, -1  # indices of arms
 
 
 class Arm:
-    """Decayed seconds and tokens of one way of stepping."""
+    """Decayed seconds and tokens of the steps with one budget."""
 
     def __init__(self) -> None:
-        self.plays, self.weight, self.seconds, self.tokens = 0, 0.0, 0.0, 0.0
-        self.interval = CONFIG.first_interval
+        self.plays, self.last_step = 0, 0
+        self.weight = self.seconds = self.tokens = 0.0
 
-    def add(self, seconds: float, tokens: float) -> None:
-        if self.plays >= 4:
-            seconds = min(seconds, CONFIG.hiccup * self.seconds / self.weight)
-        self.plays += 1
-        keep = CONFIG.decay
-        self.weight, self.seconds, self.tokens = (
-            keep * self.weight + 1,
-            keep * self.seconds + seconds,
-            keep * self.tokens + tokens,
-        )
+    def add(self, seconds: float, tokens: float, step: int) -> None:
+        if self.plays >= CONFIG.prior_weight:
+            seconds = min(seconds, CONFIG.max_slowdown * self.seconds / self.weight)
+        self.keep(CONFIG.decay)
+        self.weight, self.seconds, self.tokens = self.weight + 1, self.seconds + seconds, self.tokens + tokens
+        self.plays, self.last_step = self.plays + 1, step
 
-    def fade(self, share: float) -> None:
+    def keep(self, share: float) -> None:
+        """Reduce the weight of past steps to ``share``."""
         self.weight, self.seconds, self.tokens = share * self.weight, share * self.seconds, share * self.tokens
+
+    def fade(self) -> None:
+        """Reduce the weight of past steps to that of a prediction, since they may no longer be true."""
+        if self.weight > CONFIG.prior_weight:
+            self.keep(CONFIG.prior_weight / self.weight)
 
     @property
     def speed(self) -> float:
-        """Tokens per second of each row."""
+        """Measured tokens per second of each row."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
-    @property
-    def hope(self) -> float:
-        """An upper confidence bound of the speed."""
-        return self.speed * (1 + CONFIG.doubt / math.sqrt(self.weight)) if self.weight else math.inf
+    def mean_speed(self, predicted: float) -> float:
+        """Return the mean of predicted and measured speed."""
+        return (CONFIG.prior_weight * predicted + self.weight * self.speed) / (CONFIG.prior_weight + self.weight)
+
+    def upper_bound(self, speed: float, step: int, prior_weight: float) -> float:
+        """Return the upper confidence bound of a speed; the evidence for it decays with the steps since a play."""
+        weight = (prior_weight + self.weight) * CONFIG.decay ** (step - self.last_step)
+        return speed * (1 + CONFIG.exploration / math.sqrt(weight)) if weight else math.inf
 
 
 class Bandit:
-    """Which arm to play, for batches of one size. Arm 0 is the baseline, the last one the grown tree."""
+    """Choose an arm for every step, for batches of one size. Arm 0 is the baseline, the last one the grown tree."""
 
     def __init__(self, num_arms: int) -> None:
         self.arms = [Arm() for _ in range(num_arms)]
-        self.best: int = 0
-        self.current: int = 0
-        self.steps, self.next_probe, self.probe_left = 0, 0, 0  # probe_left: further steps of the current probe
-        self.warmup = [*[CONFIG.warmup] * (num_arms - 1), CONFIG.warmup_grown]
+        self.best = self.current = BASELINE
+        self.is_probing = False
+        self.steps, self.interval, self.next_probe = 0, CONFIG.first_interval, CONFIG.first_interval
 
-    def choose(self) -> int:
-        """The arm of the next step."""
+    def choose(self, speedups: Sequence[float]) -> int:
+        """Return the arm of the next step.
+
+        Args:
+            speedups: predicted speed of every arm relative to the baseline.
+        """
         self.steps += 1
-        if self.probe_left:
-            self.probe_left -= 1
+        baseline = self.arms[BASELINE]
+        if baseline.plays < CONFIG.warmup_steps:
+            self.current = BASELINE
             return self.current
-        # Baseline first, then the grown tree, whose acceptance decides which chains are worth a look.
-        order: list[int] = [0, len(self.arms) - 1, *range(1, len(self.arms) - 1)]
-        for arm in order:
-            if self.arms[arm].plays < self.warmup[arm]:
-                self.current = arm
-                return arm
-        best = self._fastest()
-        if best != self.best:
-            self.best = best
-            self.arms[best].interval = CONFIG.first_interval
-            self.next_probe = self.steps + CONFIG.first_interval
-        self.current = best
+        predictions = [speedup * baseline.speed for speedup in speedups[1:]]
+        means = [arm.mean_speed(speed) for arm, speed in zip(self.arms[1:], predictions, strict=True)]
+        speeds = [baseline.speed, *means]
+        self._update_best(speeds)
+        if self.is_probing:
+            return self.current
+        self.current = self.best
         if self.steps >= self.next_probe:
-            self._start_probe()
+            self._start_probe(speeds)
         return self.current
 
-    def _fastest(self) -> int:
-        hopes = [arm.hope for arm in self.arms]
-        drafts = hopes.index(max(hopes[1:]), 1)
-        if self.best and hopes[drafts] < 1.02 * hopes[self.best]:
-            drafts = self.best  # near ties are not worth a change
-        return drafts if hopes[drafts] > CONFIG.min_gain * self.arms[0].speed else 0
+    def _update_best(self, speeds: Sequence[float]) -> None:
+        drafts = max(range(1, len(speeds)), key=speeds.__getitem__)
+        if self.best and speeds[drafts] < CONFIG.min_gain * speeds[self.best]:
+            drafts = self.best
+        best = drafts if speeds[drafts] > CONFIG.min_gain * speeds[BASELINE] else BASELINE
+        if best != self.best:
+            self.best, self.is_probing, self.interval = best, False, CONFIG.first_interval
+            self.next_probe = self.steps + self.interval
 
-    def _start_probe(self) -> None:
-        """Play the arm that was left alone longest by its own interval, unless it is hopeless."""
-        others = [place for place in range(len(self.arms)) if place != self.best]
-        top = self.arms[self.best].speed
-        able = [place for place in others if self.arms[place].hope > CONFIG.hopeless * top] or others
-        probed = min(able, key=lambda place: self.arms[place].weight)
-        arm = self.arms[probed]
-        arm.fade(CONFIG.probe_fade)
-        arm.interval = min(2 * arm.interval, CONFIG.last_interval)
-        if able is others:
-            arm.interval = CONFIG.last_interval
-        self.next_probe = self.steps + arm.interval
-        self.current, self.probe_left = probed, CONFIG.probe - 1
+    def _start_probe(self, speeds: Sequence[float]) -> None:
+        """Play the other arm with the highest upper confidence bound, if it may be the fastest."""
+        bounds = {
+            index: arm.upper_bound(speeds[index], self.steps, CONFIG.prior_weight if index else 0.0)
+            for index, arm in enumerate(self.arms)
+            if index != self.best
+        }
+        probed = max(bounds, key=bounds.__getitem__)
+        if bounds[probed] > speeds[self.best]:
+            self.current, self.is_probing = probed, True
+            self.interval = min(2 * self.interval, CONFIG.last_interval)
+            self.next_probe = self.steps + self.interval
+
+    def add(self, seconds: float, tokens: float) -> None:
+        """Count a step of the current arm. A probe continues while its steps would be worth a change of arms."""
+        self.arms[self.current].add(seconds, tokens, self.steps)
+        self.is_probing = self.is_probing and tokens > CONFIG.min_gain * seconds * self.arms[self.best].speed
 
     def begin_request(self) -> None:
-        """Believe less of what earlier requests said about drafts, and probe soon."""
+        """Reduce the weight of drafts in earlier requests, and probe soon."""
         for arm in self.arms[1:]:
-            arm.fade(min(1.0, CONFIG.carried / max(arm.weight, 1e-9)))
-            arm.interval = CONFIG.first_interval
-        self.next_probe = min(self.next_probe, self.steps + CONFIG.first_interval // 4)
+            arm.fade()
+        self.interval = CONFIG.first_interval
+        self.next_probe = min(self.next_probe, self.steps + self.interval // 2)
 
 
 class Planner:
-    """Chooses the budget of every step. One planner serves all requests and decode loops of a model.
+    """Choose the budget of every step. One planner serves all requests and decode loops of a model.
 
     Args:
         costs: measured for this target and drafter.
@@ -176,36 +168,39 @@ class Planner:
         shapes: tuple[Budget, ...] = SHAPES,
         chains: tuple[int, ...] = (1, 2),
     ) -> None:
-        self.costs, self.most = costs, grown or max(shapes, key=_num_nodes)
+        self.costs, self.largest = costs, grown or max(shapes, key=_num_nodes)
         self._grown, self._shapes, self._chains = grown, shapes, chains
         self._acceptance, self._ranks = Acceptance(), Ranks()
-        self._bandits: dict[tuple[int, int], Bandit] = {}
-        self._key = 0, 0  # rows (by powers of two) and node limit of the latest step
-        self._bandit = Bandit(2 + len(chains))
-        self._budget: Budget | None = None  # the grown arm's, until something is learned
+        self._bandits: defaultdict[object, Bandit] = defaultdict(lambda: Bandit(2 + len(chains)))
+        self._key: object = None  # rows (by powers of two) and node limit of the latest step
+        self._bandit = self._bandits[None]
+        self._budgets: list[Budget] = []  # by arm
+        self._speedups: list[float] = []  # predicted, by arm
         self._unlearned: list[tuple[Tensor, Tensor, Tensor | None]] = []
-        self._expected = self._emitted = 30.0  # tokens by the nodes' probabilities, and as they came
-        self._request: Row | None = None
+        # Decayed tokens that draft probabilities predict, and emitted ones; they start as equal.
+        self._expected = self._emitted = CONFIG.prior_weight
         self._was_baseline = True
-        self._losing, self._skips, self._skip_length = 0, 0, 1
-        self._temperature = self._coolest = math.inf
+        self._request: Row | None = None
+        self._num_losses, self._num_skips = 0, 0  # requests in a row without a gain, requests still to skip
+        self._temperature = self._lowest_loss = math.inf
         self._lock = threading.Lock()
 
     @classmethod
-    def of(cls, costs: Costs, rule: Rule, drafter: Drafter, *, on_cpu: bool) -> Planner:
-        """The planner for a rule and a drafter."""
+    def for_drafter(cls, costs: Costs, rule: Rule, drafter: Drafter, *, on_cpu: bool) -> Planner:
+        """Return the planner for a rule and a drafter."""
         may_grow = rule.children in ("keyed", "top") and on_cpu
+        tree = CONFIG.tree
         if not drafter.costs_forwards:
-            return cls(costs, CHEAP if may_grow else None, shapes=(Budget(16),), chains=())
-        is_tree = not rule.chain_only and costs.width > 1
-        grown = Budget(CONFIG.max_depth, CONFIG.max_width, CONFIG.max_nodes) if is_tree else Budget(CONFIG.max_depth)
-        shapes = SHAPES if is_tree else tuple(shape for shape in SHAPES if shape.is_chain)
-        return cls(costs, grown if may_grow else None, shapes=shapes)
+            return cls(costs, tree if may_grow else None, shapes=(Budget(tree.depth),), chains=())
+        if rule.chain_only or costs.width == 1:
+            shapes = tuple(shape for shape in SHAPES if shape.is_chain)
+            return cls(costs, Budget(tree.depth) if may_grow else None, shapes=shapes)
+        return cls(costs, tree if may_grow else None)
 
     # --- one step --------------------------------------------------------------------------------------------------
 
     def budget(self, ctx: Context, children: str, max_nodes: int | None = None) -> Budget:
-        """The budget of the next step.
+        """Return the budget of the next step.
 
         Args:
             ctx: the running rows.
@@ -213,88 +208,79 @@ class Planner:
             max_nodes: limit of each row's tree, the root not counted.
         """
         with self._lock:
-            self._turn_to(len(ctx.rows), max_nodes)
-            if len(ctx.rows) == 1 and ctx.rows[0] is not self._request:
+            rows = len(ctx.rows)
+            # Batches of different sizes, and limits, have their own bandits, since the costs of drafts differ.
+            key = (rows - 1).bit_length(), max_nodes
+            if key != self._key:
+                self._key, self._bandit, self._budgets = key, self._bandits[key], []
+            if rows == 1 and ctx.rows[0] is not self._request:
                 self._end_request()
-                self._request = ctx.rows[0]
+                self._request, self._request_bandit = ctx.rows[0], self._bandit
                 self._bandit.begin_request()
-            arm = self._bandit.choose()
-            if arm <= len(self._chains):
-                length = (0, *self._chains)[arm]
-                return _chain(length if max_nodes is None else min(length, max_nodes), children)
-            if self._budget is None or len(self._unlearned) >= CONFIG.learn_every or self._bandit.steps < 64:
-                self._learn()
-                self._budget = replace(self._shape(len(ctx.rows), max_nodes), children=children)
-            return self._budget
+            if not self._budgets or len(self._unlearned) >= min(
+                CONFIG.learn_every, 1 + self._bandit.steps // CONFIG.learn_every
+            ):
+                self._learn(rows, max_nodes or _num_nodes(CONFIG.tree), children)
+            return self._budgets[self._bandit.choose(self._speedups)]
 
     def observe(self, tree: DraftTree, accepted: Accepted, num_tokens: int, seconds: float) -> None:
         """Learn from a step.
 
         Args:
             tree: the proposed trees.
-            accepted: what the rule kept.
+            accepted: the nodes that the rule accepted.
             num_tokens: emitted tokens of all rows.
             seconds: duration of the step, including the planner's decision.
         """
         with self._lock:
             rows, nodes = tree.tokens.shape
-            bandit = self._bandit
-            drafted = nodes > 1 or bool(tree.num_draft_forwards)
+            is_draft = nodes > 1 or bool(tree.num_draft_forwards)
             tokens = num_tokens / rows
-            if drafted and self._grown is not None and tree.confidence is not None:
-                # Which token comes true is luck; how likely it was says more.
-                expected = float(tree.confidence.sum()) / rows
-                keep = CONFIG.token_decay
+            if is_draft and self._grown is not None and tree.confidence is not None:
+                # The expected number varies less than the emitted one. Its bias is corrected by their decayed ratio.
+                expected, keep = float(tree.confidence.sum()) / rows, CONFIG.acceptance_decay
                 self._expected, self._emitted = keep * self._expected + expected, keep * self._emitted + tokens
                 tokens = expected * self._emitted / self._expected
-            # The first draft after baseline steps reads all tokens since the last draft: it says nothing of later ones.
-            is_cold = drafted and self._was_baseline and bandit.arms[bandit.current].plays > 0
-            if not is_cold:
-                bandit.arms[bandit.current].add(seconds, tokens)
-            self._was_baseline = not drafted
+            # The first draft after baseline steps also reads the tokens since the last draft, so it takes longer.
+            if not (is_draft and self._was_baseline):
+                self._bandit.add(seconds, tokens)
+            self._was_baseline = not is_draft
             if nodes > 1:
                 self._unlearned.append((tree.parents, accepted.path, tree.node_probs))
 
-    # --- what is learned -------------------------------------------------------------------------------------------
+    # --- learned values --------------------------------------------------------------------------------------------
 
-    def _turn_to(self, rows: int, max_nodes: int | None) -> None:
-        """Batches of different sizes, and limits, have bandits of their own: what pays for one row may not for many."""
-        key = (rows - 1).bit_length(), max_nodes or 0
-        if key != self._key:
-            self._bandits[self._key] = self._bandit
-            self._bandit = self._bandits.setdefault(key, Bandit(2 + len(self._chains)))
-            self._key, self._budget = key, None
-
-    def _learn(self) -> None:
+    def _learn(self, rows: int, limit: int, children: str) -> None:
+        """Update acceptance, and with it every arm's budget and predicted speedup."""
         if self._unlearned:
-            self._acceptance.observe(*judged(self._unlearned, self._ranks))
+            self._acceptance.observe(*reached_nodes(self._unlearned, self._ranks))
             self._unlearned = []
-
-    def _pace(self, rows: int) -> float:
-        """The time of a baseline step now, relative to its measured cost."""
-        baseline = self._bandit.arms[0]
-        return baseline.seconds / baseline.weight / self.costs.verify_seconds(1, rows) if baseline.weight else 1.0
-
-    def _shape(self, rows: int, max_nodes: int | None) -> Budget:
-        """The budget of the grown arm."""
-        limit = max_nodes or CONFIG.max_nodes
+        chains = [Budget(min(length, limit)) for length in self._chains]
         if self._grown is None:
             shapes = [shape for shape in self._shapes if _num_nodes(shape) <= limit] or [Budget(min(limit, 3))]
-            return max(shapes, key=lambda shape: self._expected_speed(shape, rows))
-        grown = self._grown
-        if limit < _num_nodes(grown):
-            width = min(grown.width, limit)
-            grown = Budget(min(grown.depth, limit), width, None if width == 1 else limit)
-        return replace(grown, rule=self.rule(rows))
+            grown = predicted = max(shapes, key=lambda shape: self._expected_speed(shape, rows))
+        else:
+            grown = self._grown
+            if limit < _num_nodes(grown):
+                width = min(grown.width, limit)
+                grown = Budget(min(grown.depth, limit), width, None if width == 1 else limit)
+            # It is at least as fast as the best chain.
+            depths = [Budget(depth) for depth in range(1, grown.depth + 1)]
+            predicted = max(depths, key=lambda shape: self._expected_speed(shape, rows))
+            grown = replace(grown, rule=self.rule(rows))
+        self._budgets = [replace(budget, children=children) for budget in (Budget(0), *chains, grown)]
+        baseline = self.costs.verify_seconds(1, rows)
+        self._speedups = [1.0, *[baseline * self._expected_speed(shape, rows) for shape in (*chains, predicted)]]
 
     def rule(self, rows: int) -> GrowthRule:
-        """The present value of nodes, for a batch of ``rows``."""
-        costs, depth, nodes = self.costs, self.most.depth, _num_nodes(self.most)
-        pace, baseline = self._pace(rows), self._bandit.arms[0].speed
+        """Return the present value and cost of nodes, for a batch of ``rows``."""
+        costs, depth, nodes = self.costs, self.largest.depth, _num_nodes(self.largest)
+        arm = self._bandit.arms[BASELINE]
+        baseline_seconds = costs.verify_seconds(1, rows)
+        pace = arm.seconds / arm.weight / baseline_seconds if arm.weight else 1.0  # of the machine, now
         verify = np.maximum.accumulate([pace * costs.verify_seconds(max(n, 1), rows) for n in range(nodes + 3)])
         levels = [pace * costs.draft_seconds(level, 1, rows) for level in range(1, depth + 2)]
-        speed = max(self._bandit.arms[-1].speed, baseline)
-        worth = 1 / (speed * rows) if speed else pace * costs.verify_seconds(1, rows) / rows
+        worth = 1 / (rows * max(self._bandit.arms[GROWN].speed, arm.speed)) if arm.speed else baseline_seconds / rows
         knots, rates = self._acceptance.tables()
         return GrowthRule(
             knots,
@@ -307,45 +293,39 @@ class Planner:
         )
 
     def _expected_speed(self, shape: Budget, rows: int) -> float:
-        """Tokens per second of a fixed shape, a tree's nodes being the likeliest by rank."""
+        """Return tokens per second of each row with a fixed shape, its nodes being the likeliest by rank."""
         nodes = _num_nodes(shape)
-        chances = islice(self._ranks.likeliest(shape.depth, shape.width), nodes)
+        probs = islice(self._ranks.likeliest(shape.depth, shape.width), nodes)
         seconds = self.costs.draft_seconds(shape.depth, shape.width, rows) + self.costs.verify_seconds(nodes + 1, rows)
-        return (1 + sum(chance for _, chance in chances)) / seconds
+        return (1 + sum(prob for _, prob in probs)) / seconds
 
     # --- requests that are decoded without the drafter -------------------------------------------------------------
 
     def skips(self, temperature: float) -> bool:
         """Return True if a request that is about to run alone should be decoded without the drafter.
 
-        A drafter that is never asked still reads prompts and features, about 3% of a small model's time. A request at a
-        lower temperature than those that gained nothing is not skipped: more of its drafts come true.
+        Even a drafter that proposes nothing reads prompts and features, about 3% of a small model's time. A request at
+        a lower temperature than those without a gain is not skipped, since more of its drafts are accepted.
         """
         with self._lock:
             self._end_request()
-            if self._skips and temperature >= self._coolest:
-                self._skips -= 1
+            if self._num_skips and temperature >= self._lowest_loss:
+                self._num_skips -= 1
                 return True
             self._temperature = temperature
             return False
 
     def _end_request(self) -> None:
-        """Count requests in a row that ended without a gain from drafts."""
+        """Count requests in a row without a gain; after the n-th one, skip floor(log2(n)) requests."""
         if self._request is None:
             return
         self._request = None
-        bandit = self._bandit if self._key == (0, 0) else self._bandits.get((0, 0), self._bandit)
-        if bandit.best or bandit.arms[-1].plays < CONFIG.warmup_grown:
-            self._losing, self._skip_length, self._coolest = 0, 1, math.inf
-            return
-        self._losing, self._coolest = self._losing + 1, min(self._coolest, self._temperature)
-        if self._losing >= CONFIG.skip_after:
-            self._skips, self._skip_length = self._skip_length, min(2 * self._skip_length, CONFIG.max_skipped)
-
-
-@cache
-def _chain(depth: int, children: str) -> Budget:
-    return Budget(depth, children=children)
+        drafts = sum(arm.plays for arm in self._request_bandit.arms[1:])
+        if self._request_bandit.best != BASELINE or drafts < CONFIG.prior_weight:
+            self._num_losses, self._num_skips, self._lowest_loss = 0, 0, math.inf
+        else:
+            self._num_losses, self._lowest_loss = self._num_losses + 1, min(self._lowest_loss, self._temperature)
+            self._num_skips = self._num_losses.bit_length() - 1
 
 
 def _num_nodes(budget: Budget) -> int:
