@@ -26,7 +26,6 @@ from draftwing.cli.options import (
     Model,
     SamplingOptions,
     best_head,
-    help_of,
     option,
     with_options,
 )
@@ -202,7 +201,7 @@ NUM_COLLECTED, NUM_MEASURED, NUM_FORMULAS = 40, 20, 4  # default numbers of prom
 
 @dataclass(frozen=True)
 class PredictionOptions:
-    prompts: Path | None = option(None, help_of(PROMPTS))
+    prompts: Path | None = PROMPTS
     num_prompts: int | None = option(
         None,
         f"Use only the first N prompts. [default: {NUM_COLLECTED} with --collect, {NUM_MEASURED} with --measure, "
