@@ -111,7 +111,8 @@ def _print_comparison(comparison: Comparison, *, texts: bool) -> None:
     ]
     records[0] |= {"name": "none (plain decoding)", "identical": "baseline"}
     for method in comparison.methods if texts else ():
-        title = f"{printable(method.name).replace('none', 'plain decoding')}: {method.tokens_per_s:.0f} tokens/s"
+        name = "plain decoding" if method is comparison.methods[0] else printable(method.name)
+        title = f"{name}: {method.tokens_per_s:.0f} tokens/s"
         text = Text(printable(comparison.texts[method.name].strip("\n")))
         new_console().print(Panel(text, title=Text(title), title_align="left", expand=False))
     print_table(records, f"{_COMPARED} | {'text' if is_sampled else 'text identical'}: {{identical}}")
