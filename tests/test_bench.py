@@ -79,7 +79,7 @@ def measure(folder, plan):
     return read_journal(folder)
 
 
-def changed(journal, **attributes):
+def with_attributes(journal, **attributes):
     other = copy.copy(journal)
     vars(other).update(attributes)
     return other
@@ -370,20 +370,20 @@ def test_different_settings_are_never_mixed(plain, questions, tmp_path):
     assert [row.method["budget"] for row in groups[0].wholes] == ["chain:3", "chain:2"]
     machine = {**one.settings["machine"], "cpu": "another"}
     for change, num_groups in (({"machine": machine}, 2), ({"target": "the same by another name"}, 1)):
-        assert len(gather([one, changed(one, settings={**one.settings, **change})])) == num_groups
+        assert len(gather([one, with_attributes(one, settings={**one.settings, **change})])) == num_groups
     for change, message in (
         ({"machine": machine}, "with cpu 'another'"),
         ({"target": "x", "target_identity": "0"}, "with target 'x'"),
         ({"target_identity": "0"}, "with target identity '0'"),
     ):
         with refused(ConfigError, message):
-            changed(one, settings={**one.settings, **change}).begin(one.settings)
+            with_attributes(one, settings={**one.settings, **change}).begin(one.settings)
 
 
 def test_two_heads_with_one_name_are_distinguished(plain, questions, tmp_path):
     journal = measure(tmp_path, plan(plain, questions, limit=1))
     (recorded,) = journal.methods.values()
-    other = changed(journal, methods={"k": {**recorded, "key": "k", "identity": "f00dfeed"}}, answers={})
+    other = with_attributes(journal, methods={"k": {**recorded, "key": "k", "identity": "f00dfeed"}}, answers={})
     for unit, (record,) in journal.answers.items():
         (counts,) = record["methods"].values()
         other.answers[unit] = [{**record, "methods": {"k": counts}}]

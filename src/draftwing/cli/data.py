@@ -68,10 +68,8 @@ class Answers:
             raise ConfigError(
                 f"--temperature must be a number, or several such as 0,0.7,1, found {shown(self.temperature)}"
             ) from None
-        return [
-            Sampling(temperature=each, top_p=self.top_p, max_tokens=self.max_tokens, seed=self.seed)
-            for each in temperatures
-        ]
+        same: dict[str, Any] = {"top_p": self.top_p, "max_tokens": self.max_tokens, "seed": self.seed}
+        return [Sampling(temperature=temperature, **same) for temperature in temperatures]
 
 
 @data_app.command("regenerate")

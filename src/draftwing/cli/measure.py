@@ -26,7 +26,6 @@ from draftwing.cli.options import (
     Model,
     SamplingOptions,
     best_head,
-    help_of,
     option,
     with_options,
 )
@@ -112,7 +111,8 @@ def _print_comparison(comparison: Comparison, *, texts: bool) -> None:
     ]
     records[0] |= {"name": "none (plain decoding)", "identical": "baseline"}
     for method in comparison.methods if texts else ():
-        title = f"{printable(method.name).replace('none', 'plain decoding')}: {method.tokens_per_s:.0f} tokens/s"
+        name = "plain decoding" if method is comparison.methods[0] else printable(method.name)
+        title = f"{name}: {method.tokens_per_s:.0f} tokens/s"
         text = Text(printable(comparison.texts[method.name].strip("\n")))
         new_console().print(Panel(text, title=Text(title), title_align="left", expand=False))
     print_table(records, f"{_COMPARED} | {'text' if is_sampled else 'text identical'}: {{identical}}")
@@ -202,7 +202,7 @@ NUM_COLLECTED, NUM_MEASURED, NUM_FORMULAS = 40, 20, 4  # default numbers of prom
 
 @dataclass(frozen=True)
 class PredictionOptions:
-    prompts: Path | None = option(None, help_of(PROMPTS))
+    prompts: Path | None = PROMPTS
     num_prompts: int | None = option(
         None,
         f"Use only the first N prompts. [default: {NUM_COLLECTED} with --collect, {NUM_MEASURED} with --measure, "

@@ -93,11 +93,6 @@ def _parameter(name: str, hint: Any, field: Any, group: Any = None) -> inspect.P
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
-def help_of(field: Any) -> str:
-    """Return the help of an ``option``."""
-    return str(field.metadata["info"].help)
-
-
 _DRAFTS = (
     "eagle3 (the head that ships with the target), lookup (repeats of the prompt), suffix (repeats of earlier outputs "
     "too), early-exit (the target's first layers), none; or the folder or hub id of a head or a smaller model. Join "
@@ -214,17 +209,18 @@ def _read_paths(file: Path) -> Any:
     return parse_json(content)
 
 
-_TARGET_HELP = (
-    "Folder, GGUF file, name (see draftwing models) or hub id. [default: DRAFTWING_MODEL, or smollm2-135m-instruct]"
+TARGET = option(
+    None,
+    "Folder, GGUF file, name (see draftwing models) or hub id. [default: DRAFTWING_MODEL, or smollm2-135m-instruct]",
+    "-t",
 )
-TARGET = option(None, _TARGET_HELP, "-t")
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
     PANEL: ClassVar = "Model"
 
-    target: str | None = option(None, _TARGET_HELP, "-t")
+    target: str | None = TARGET
     dtype: str = option("float32", "float32, bfloat16, float16, float64, or auto: the checkpoint's.")
     quantize: str | None = option(
         None, "int8: a quarter of the memory, up to three times as fast on a CPU. The output is the quantized model's."
@@ -310,7 +306,7 @@ PROMPTS = option(None, "Text file (one prompt), .jsonl file (one per line), or -
 
 @dataclasses.dataclass(frozen=True)
 class Examples:
-    prompts: Path | None = option(None, help_of(PROMPTS))
+    prompts: Path | None = PROMPTS
     num_prompts: int = option(10, "Use only the first N prompts.", min=1)
 
     def read(self, target: str | None) -> Sequence[Prompt]:

@@ -20,7 +20,6 @@ from draftwing.cli.options import (
     Data,
     Model,
     argument,
-    help_of,
     option,
     parse_taps,
     with_options,
@@ -44,7 +43,7 @@ _STEPS = ", ".join(f"{name} {way.unroll_steps}" for name, (_, way) in training_m
 @dataclass(frozen=True)
 class Run:
     out: Path = option(..., "Folder of the run: checkpoint, metrics, curves, head/.", "-o")
-    target: str | None = option(None, help_of(TARGET), "-t")
+    target: str | None = TARGET
     cache: Path | None = option(
         None,
         "Features of `draftwing data cache` (with its --data) or `draftwing data regenerate --features` (without).",
@@ -217,7 +216,7 @@ def doctor(
     from draftwing.text.prompts import read_prompts
 
     findings = diagnose(head, resolve(model.target))
-    failed = any(each.status == "fail" for each in findings)
+    failed = any(finding.status == "fail" for finding in findings)
     fit = None
     if measure and not failed:
         lm = load(**vars(model), draft=head)
@@ -225,7 +224,7 @@ def doctor(
         fit = measure_fit(lm, trial_of(head, lm.tokenizer, num_prompts, given, where=str(prompts)))
         failed = fit.verdict == "does not fit"
     if as_json:
-        rows = [asdict(each) for each in findings]
+        rows = [asdict(finding) for finding in findings]
         screen.print_json({"findings": rows, "fit": None if fit is None else asdict(fit)})
     else:
         _print_findings(findings, fit)

@@ -317,7 +317,7 @@ class Trials:
         self.best: Trial | None = None
         self._file.load(self._take_first, slice(1))
         for name, value in settings.items():
-            if self.pace is not None and self._about.get(name) != value:
+            if self._about.get(name) != value:
                 raise ConfigError(
                     f"{folder / FILE} holds a run with {name} {self._about.get(name)!r:.80}, and this one has "
                     f"{value!r:.80}: choose another --out, or give the options of that run to resume it"
