@@ -341,8 +341,8 @@ def run_rank(folder: Path, out: Path) -> None:
     trainer.run()
     stopped = make(folder, out / "two-stopped", dtype=torch.float64, **SHARED)
     if rank == 1:  # which has no progress to report, and is told all the same
-        update = stopped._update
-        stopped._update = lambda: (setattr(stopped, "stopping", stopped.iteration == 2), update())[1]
+        batch = stopped.source.batch
+        stopped.source.batch = lambda *at: (setattr(stopped, "stopping", stopped.iteration == 2), batch(*at))[1]
     assert stopped.run().iteration == 3
     make(folder, out / "two-stopped", dtype=torch.float64, **SHARED).run()
     # A net of which a part is never read: nobody may wait for its gradient.

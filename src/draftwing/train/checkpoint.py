@@ -16,7 +16,8 @@ CHECKPOINT = "checkpoint.pt"
 def write_checkpoint(folder: Path, state: dict[str, Any]) -> None:
     """Replace the folder's checkpoint. Raises CheckpointError if it cannot be written."""
     file = folder / CHECKPOINT
-    with writing(file, note="; the checkpoint before this one is whole"), replacing(file) as partial:
+    note = "; make room, or choose another --out: the checkpoint before this one is whole"
+    with writing(file, note=note), replacing(file) as partial:
         torch.save(state, partial)
 
 

@@ -74,7 +74,7 @@ class Truth:
         With ``of_text``, the text's own token must be in the draft vocabulary too.
         """
         length = self.counts.shape[1]
-        places = entries + 1 + step  # of the target's predictions
+        places = entries + 1 + step  # positions of the target's predictions
         inside = places + 1 < length
         places = places.clamp(max=length - 2)
         keep = inside & self.counts[:, places + 1] & (self.best[:, places] >= 0)
