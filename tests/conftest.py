@@ -68,7 +68,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(len(may_use(0)) if may_use else os.cpu_count() or 1, 8)
 
 
-PROCESS_SECONDS = 900  # for a process that ends by itself: beside 30 others, imports alone may take minutes
+PROCESS_SECONDS = 900  # for a process that ends by itself: among 30 others, imports alone may take minutes
 SMALL: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 32,
