@@ -22,6 +22,8 @@ os.environ["DRAFTWING_MODEL"] = "toy"  # the default model is a download
 # pytest-xdist, tools/mutants.py) inherit the variable: they share the cache, and the compiled kernel in it.
 os.environ["DRAFTWING_CACHE"] = os.environ.get("DRAFTWING_TEST_CACHE") or tempfile.mkdtemp(prefix="draftwing-test-")
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process that a test starts compiles the whole package
+
 import pytest
 import tokenizers
 import torch
@@ -66,7 +68,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(len(may_use(0)) if may_use else os.cpu_count() or 1, 8)
 
 
-PROCESS_SECONDS = 900  # for a process that ends by itself: beside 30 others, imports alone may take minutes
+PROCESS_SECONDS = 900  # for a process that ends by itself: among 30 others, imports alone may take minutes
 SMALL: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 32,

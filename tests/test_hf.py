@@ -39,6 +39,7 @@ from draftwing.methods.lookup import LookupDrafter
 from draftwing.methods.net import TargetId
 from draftwing.models.adapter import AdapterTarget
 from draftwing.models.config import ModelConfig, read_config
+from pairwise import pairs
 
 VOCAB, EOS, PAD, NEW = SMALL["vocab_size"], SMALL["eos_token_id"], SMALL["pad_token_id"], 14
 PROMPTS = ([4, *range(3, 15)], [9], [3, 8, 12, 5, 8, 12])
@@ -102,9 +103,11 @@ def assert_same(model, fast, given=ALONE, **settings):
 # --- greedy: token for token -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("draft", ["lookup", "causal-lm", "eagle1", "eagle3"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype", "draft"),
+    pairs({"family": FAMILIES, "dtype": DTYPES, "draft": ("lookup", "causal-lm", "eagle1", "eagle3")}),
+    ids=str,
+)
 def test_greedy_is_what_generate_writes(drafts, family, dtype, draft):
     model = build(family).to(dtype)
     fast = draftwing.custom_generate(drafts(family)[draft], budget=FIXED)

@@ -43,7 +43,7 @@ def submit(worker, lm, *texts):
 
 def ended(*tickets):
     """Wait until they have, and return their reasons."""
-    for _ in range(3000):
+    for _ in range(30_000):
         if all(ticket.is_done for ticket in tickets):
             return [ticket.request.finish_reason for ticket in tickets]
         time.sleep(0.01)
