@@ -370,6 +370,8 @@ class DialogueEncoder:
                 or self._by_marks(messages)
                 or self._by_prefix(messages, [len(messages) - 1])
             )
+        except TokenizerError:  # not of this dialogue
+            raise
         except Exception as error:  # errors of jinja, and those that the template raises
             self.skipped["refused by the chat template"] += 1
             self.refusal = self.refusal or str(error)
