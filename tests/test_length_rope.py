@@ -117,7 +117,7 @@ def test_texts_across_a_limit_are_those_of_generate(name):
             drafter = Knows(expected)
             texts, accepted = decode(target, PROMPTS, count, drafter, Budget(depth))
             assert texts == expected
-            assert accepted > 10
+            assert accepted > (3 if name == "llama-dynamic" else 10)  # which drafts nothing beyond the limit
             sampling = Sampling(max_tokens=count, temperature=0.0, ignore_eos=True)
             assert PROMPTS[0] + generate(target, drafter, PROMPTS[0], sampling, budget=Budget(depth)) == expected[0]
 
@@ -261,3 +261,23 @@ def test_several_texts_in_one_config_are_refused():
     model.config.get_text_config = lambda: (_ for _ in ()).throw(ValueError("Multiple valid text configs"))
     with refused(UnsupportedError, "no causal LM", "Multiple valid text configs", "choose another model"):
         AdapterTarget(model)
+
+
+@pytest.mark.parametrize(("dtype", "is_refused"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_half_precision_is_no_reason_to_refuse(dtype, is_refused):
+    """Forwards of different widths may round that much there, and nowhere else."""
+    model = make("bamba", dtype)
+    forward = model.forward
+
+    def rounded(*, use_cache, **options):
+        output = forward(use_cache=use_cache, **options)
+        output.logits = output.logits * (1.1 if use_cache else 1.0)
+        return output
+
+    model.forward = rounded
+    if is_refused:
+        with refused(UnsupportedError, "own forward"):
+            AdapterTarget(model)
+    else:
+        with pytest.warns(DraftwingWarning, match="without speculation"):
+            assert not AdapterTarget(model).supports_trees
