@@ -220,10 +220,13 @@ class AdapterTarget(Target):
             start, end = end, int(min(self._rope.end_of_forward(end), stop))
         return state, taps
 
-    def _last(self, output: Any, features: FeatureSpec) -> TargetOutput:
-        """The output for the last token alone."""
+    def _last(self, output: Any, features: FeatureSpec) -> TargetOutput | None:
+        """The output for the last token alone, if that token cannot be cropped and read again."""
+        if self.supports_trees:
+            return None
         taps = _taps(output, features)
-        return TargetOutput(output.logits[:, -1:], None if taps is None else taps[:, -1:])
+        # A copy: a view would keep the logits of a whole prompt.
+        return TargetOutput(output.logits[:, -1:].clone(), None if taps is None else taps[:, -1:].clone())
 
     @torch.inference_mode()
     def forward(self, ctx: Context, tree: DraftTree, accept: AcceptArgs | None = None) -> TargetOutput:
@@ -254,11 +257,8 @@ class AdapterTarget(Target):
         elif state.num_read == length:
             state.num_read = None
             output = self._run(tree.tokens[index : index + 1], state.cache, features, length)
-            state.cache, state.last, state.num_read = (
-                getattr(output, self._cache_name),
-                self._last(output, features),
-                length + 1,
-            )
+            state.cache, state.last = getattr(output, self._cache_name), self._last(output, features)
+            state.num_read = length + 1
         assert state.last is not None
         return state.last
 
