@@ -80,6 +80,7 @@ def test_padding_that_the_caller_of_a_shared_tokenizer_asked_for(tmp_path):
         {"unk_token": {"__type": "AddedToken", **TOOL, "rstrip": True}},
         {"image_token": "<|tool|>"},
         {"extra_special_tokens": [], "pad_token": None},
+        {"split_special_tokens": True, "extra_special_tokens": ["<|tool|>"]},
     ],
 )  # fmt: skip
 def test_tokens_that_the_config_names(tmp_path, changes):

@@ -215,8 +215,8 @@ class AdapterTarget(Target):
             ids = torch.tensor([row.tokens[start:end]], device=self.device)
             output = self._run(ids, state.cache, features, start, **self._prefill_options)
             state = RowCache(getattr(output, self._cache_name), end, self._last(output, features))
-            if features.taps:
-                taps.append(_taps(output, features))
+            states = _taps(output, features)
+            taps += [] if states is None else [states]
             start, end = end, int(min(self._rope.end_of_forward(end), stop))
         return state, taps
 
