@@ -193,6 +193,24 @@ def test_contexts_that_rope_stretches(rope, length):
     assert AdapterTarget(model).max_length == length
 
 
+@pytest.mark.parametrize(
+    ("kind", "extra", "length"),
+    [
+        ("GPT2Config", {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 48}, 48),
+        ("OPTConfig", {"ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 48}, 48),
+        ("WhisperConfig", {"d_model": 32, "decoder_layers": 1, "encoder_layers": 1, "max_target_positions": 48}, 48),
+    ],
+)
+def test_tables_of_positions_end_somewhere(kind, extra, length):
+    """A text that fills the table, to its last position."""
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    settings = {key: value for key, value in SMALL.items() if key != "max_position_embeddings"}
+    config = getattr(transformers, kind)(**{**settings, **(heads if kind == "WhisperConfig" else {}), **extra})
+    target = AdapterTarget(transformers.AutoModelForCausalLM.from_config(config).eval())
+    assert target.max_length == length
+    assert len(decode(target, [prompt_of(9)], 100)[0][0]) == length
+
+
 def test_the_model_is_as_before():
     """The check lowers limits for a moment, and dynamic RoPE has no memory of it."""
     for name in MODELS:
