@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -204,7 +205,7 @@ def bench(
         lms[f"{head.name} {budget}"] = dw.LM(plain.target, plain.tokenizer, maker, budget=budget)
     ways = {name: ours(lm, tokens, temperature) for name, lm in lms.items()}
     if peer:
-        load = AutoModelForCausalLM.from_pretrained
+        load = partial(AutoModelForCausalLM.from_pretrained, trust_remote_code=False)
         model = load(target, dtype=DTYPES[dtype]).to(device).eval()
         small = load(assistant, dtype=DTYPES[dtype]).to(device).eval()
         ways["transformers"] = theirs(model, tokens, temperature)

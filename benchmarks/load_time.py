@@ -60,7 +60,7 @@ def measure(way: str, folder: Path) -> dict[str, float]:
         decoder.step()
     else:
         dtype = torch.float32 if way.endswith("float32") else "auto"
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
         seconds, peak = time.perf_counter() - began, peak_mb() - before
         with torch.no_grad():
             model(torch.tensor([[1, 2]]))

@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 import time
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -83,7 +84,8 @@ def main(
     if random:
         target = random_model(Path(scratch.name) / "random-0.6B")
     lean = load_target(target)
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval() if peer else None
+    load = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float32, trust_remote_code=False)
+    model = load(target).eval() if peer else None
     prompt = [int(i) for i in torch.randint(3, lean.vocab_size, (64,), generator=torch.Generator().manual_seed(0))]
     found: dict[str, list[float]] = {"lean": [], "transformers": [], "limit": []}
     for turn in range(rounds + 1):

@@ -116,7 +116,7 @@ def verdict(fitted: Result) -> str:
 def lengthened(folder: Path, out: Path, max_length: int) -> Path:
     """A model of the same shape with random weights and a longer context, as the folder ``out``."""
     transformers_logging.disable_progress_bar()
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     config.max_position_embeddings = max_length
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(out)

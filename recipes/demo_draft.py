@@ -56,7 +56,8 @@ def train(
     out.mkdir(parents=True, exist_ok=True)
     tokenizer, stream = training.load_tokens(target_run, VOCAB)
     windows = training.Windows(stream, tokenizer.token_to_id(corpus.BOS))
-    teacher = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).to(device).eval().requires_grad_(False)
+    teacher = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16, trust_remote_code=False)
+    teacher = teacher.to(device).eval().requires_grad_(False)
     student = build_model().to(device)
     start_from(student, teacher)
 

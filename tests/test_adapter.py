@@ -213,18 +213,21 @@ def test_a_tree_for_a_recurrent_state_is_refused():
 
 
 def test_a_recurrent_state_is_not_read_twice():
-    """A failed step has changed it, so that another step would be wrong without an error."""
+    """A failed step has changed it, so the next one uses the output that is already there."""
+    model = make("mamba")
     with reason_for("mamba"):
-        target = AdapterTarget(make("mamba"))
-    decoder = Decoder(target)
-    decoder.admit([3, 4], Sampling())
+        target = AdapterTarget(model)
+    decoder, text = Decoder(target), []
+    decoder.admit([3, 4], Sampling(temperature=0.0, max_tokens=6, ignore_eos=True))
     good = decoder.rule
-    decoder.rule = replace(good, apply=lambda *args: 1 / 0, early=lambda *args: None)
-    with pytest.raises(ZeroDivisionError):
-        decoder.step()
-    decoder.rule = good
-    with refused(UnsupportedError, "a step before this one failed", "admit its requests to a new decoder"):
-        decoder.step()
+    while decoder.num_running:
+        decoder.rule = replace(good, apply=lambda *args: 1 / 0, early=lambda *args: None)
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                decoder.step()
+        decoder.rule = good
+        text += decoder.step().rows[0].token_ids
+    assert text == greedy(model, [3, 4], 6)
 
 
 def test_a_model_without_a_cache_is_refused():

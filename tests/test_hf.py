@@ -118,6 +118,37 @@ def test_greedy_is_what_generate_writes(drafts, family, dtype, draft):
     assert fast.stats.num_tokens == 3 * NEW
 
 
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 24}
+LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [2.0, 2.7, 3.4, 4.1]}
+PHI3 = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 24, "sliding_window": None}
+BAMBA = {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1}
+OTHERS = {
+    "mamba": ("MambaConfig", {"state_size": 4}),
+    "mamba2": ("Mamba2Config", {"head_dim": 8, "num_heads": 8, "n_groups": 1, "state_size": 8}),
+    "falcon-mamba": ("FalconMambaConfig", {"state_size": 4}),
+    "bamba": ("BambaConfig", BAMBA),
+    "rwkv": ("RwkvConfig", {"attention_hidden_size": 32, "context_length": 256}),
+    "phi3-longrope": ("Phi3Config", PHI3),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*decoded without speculation")
+@pytest.mark.parametrize("name", OTHERS)
+def test_models_with_other_caches(name):
+    """States instead of keys, and a cache that generate drops on its way (Phi-3 at 24 tokens)."""
+    kind, extra = OTHERS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, kind)(**{**SMALL, "eos_token_id": None, **extra})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    assert_same(model, draftwing.custom_generate("none"), max_new_tokens=20)
+    if name == "phi3-longrope":
+        assert_same(model, draftwing.custom_generate("lookup", budget=FIXED), max_new_tokens=20)
+    if "mamba" in name:
+        cache = model(**ALONE, use_cache=True).cache
+        with pytest.raises(UnsupportedError, match="Draftwing has its own caches"):
+            model.generate(**ALONE, cache=cache, custom_generate=draftwing.custom_generate("none"), max_new_tokens=2)
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -21,10 +22,11 @@ class Transformers:
         from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(job["threads"])
-        self.model = AutoModelForCausalLM.from_pretrained(job["target"], dtype=torch.float32).eval()
+        load = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float32, trust_remote_code=False)
+        self.model = load(job["target"]).eval()
         self.options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         if job["mode"] == "draft-lm":
-            assistant = AutoModelForCausalLM.from_pretrained(job["draft"], dtype=torch.float32).eval()
+            assistant = load(job["draft"]).eval()
             # A draft stops at the target's end token otherwise, and here nothing does.
             assistant.generation_config.eos_token_id = None
             self.options["assistant_model"] = assistant

@@ -48,7 +48,7 @@ from draftwing.models.attention import Attend
 from draftwing.models.config import LEAN_MODEL_TYPES, ModelConfig, RopeConfig, read_config
 from draftwing.models.context import Context, Row, TargetOutput
 from draftwing.models.layers import DecoderLayer, RMSNorm
-from draftwing.models.lean import LeanTarget, Reader, TappedNet, read_layer
+from draftwing.models.lean import LeanTarget, Reader, ResizedNet, TappedNet, read_layer, resized
 from draftwing.models.linear import Embedding, Layout, Linear
 from draftwing.models.rope import Rotary
 from draftwing.models.target import Target
@@ -83,6 +83,7 @@ class CausalLMDrafter(NetDrafter):
                 f"a draft model must share the target's tokenizer; choose another, or draft='lookup'"
             )
         self.model, self._calibration = model, calibration or Calibration()
+        self._num_tokens = model.net.num_tokens if isinstance(model.net, ResizedNet) else target_vocab_size
         self.name = f"causal-lm ({model.name})"
         self.num_bytes, self.runs_as = model.num_weight_bytes, model.runs_as
         self.identity = f"{self.name}, {self.num_bytes}"
@@ -109,8 +110,14 @@ class CausalLMDrafter(NetDrafter):
             self._prefill(row, stop)
 
     def _prefill(self, row: Row, stop: int) -> None:
-        tokens = row.tokens[row.resumed : stop]
+        tokens = self._readable(row.tokens[row.resumed : stop])
         self.runner.prefill(len(self._read), tokens, prompt_length=row.prompt_length, start=row.resumed)
+
+    def _readable(self, tokens: list[int]) -> list[int]:
+        """The tokens, with 0 for those that a smaller embedding does not have."""
+        if max(tokens, default=0) < self._num_tokens:
+            return tokens
+        return [token if token < self._num_tokens else 0 for token in tokens]
 
     @inference
     def remove(self, ctx: Context, row: int) -> None:
@@ -134,7 +141,9 @@ class CausalLMDrafter(NetDrafter):
         fits = [room > 0 for room in rooms]
         # A row without room reads its pending token alone, and gets no tree.
         starts = [read if fit else row.length for row, read, fit in zip(ctx.rows, self._read, fits, strict=True)]
-        missing = [row.tokens[start : row.length + 1] for row, start in zip(ctx.rows, starts, strict=True)]
+        missing = [
+            self._readable(row.tokens[start : row.length + 1]) for row, start in zip(ctx.rows, starts, strict=True)
+        ]
         return DraftRequest(
             ctx, fits, sampling, budget, self._calibration, missing, starts, ctx.lengths, wants_places=True
         ).within(room)
@@ -296,7 +305,7 @@ class StagedDrafter(CausalLMDrafter):
                 max_guesses = min(MAX_GUESSES, depth - len(draft.tokens) - 1)
                 length, guess = staged.guesses.after(draft.tokens, max_guesses, MIN_MATCH)
                 draft.guess = guess[:length]
-        runs = [[*draft.fresh, *draft.guess] for draft in drafts]
+        runs = [self._readable([*draft.fresh, *draft.guess]) for draft in drafts]
         width = max(map(len, runs))
         chain = DraftTree.chain(ctx.tensor([[*run, *[PAD] * (width - len(run))] for run in runs]))
         logits, _ = self.runner.forward(Entries(chain, [draft.read for draft in drafts]))
@@ -576,6 +585,9 @@ class CausalLM(NetMethod):
         model = LeanTarget.from_folder(
             folder, target.dtype, source.device(), name=folder.name, quantize=target.quantized, fast=True
         )
+        # The same tokenizer, but larger sizes of a family often pad their matrices to more rows.
+        if source.tokenizer is not None and model.vocab_size != target.vocab_size:
+            model = resized(model, target.vocab_size)
         drafter = StagedDrafter if source.options.get("draft") == "lookup" else CausalLMDrafter
         return partial(drafter, model, target.vocab_size)
 

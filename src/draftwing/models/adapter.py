@@ -13,6 +13,7 @@ lengths at which RoPE changes its frequencies (``length_rope``). A model that ne
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,8 @@ _NUM_STEPS = 3  # decoded in a check
 _NEAR, _FAR = 4, 1 << 20  # limits of RoPE that a check crosses, and that it does not
 # Relative to the largest logit. Even a float64 model may compute its norms or its attention in float32.
 _TOLERANCES = {torch.bfloat16: 0.05, torch.float16: 0.02}
+# Above it, half precision or quantised activations cannot explain the error of a forward over fewer tokens.
+_MAX_ROUNDING = 0.2
 
 
 @dataclass
@@ -212,15 +215,18 @@ class AdapterTarget(Target):
             ids = torch.tensor([row.tokens[start:end]], device=self.device)
             output = self._run(ids, state.cache, features, start, **self._prefill_options)
             state = RowCache(getattr(output, self._cache_name), end, self._last(output, features))
-            if features.taps:
-                taps.append(_taps(output, features))
+            states = _taps(output, features)
+            taps += [] if states is None else [states]
             start, end = end, int(min(self._rope.end_of_forward(end), stop))
         return state, taps
 
-    def _last(self, output: Any, features: FeatureSpec) -> TargetOutput:
-        """The output for the last token alone."""
+    def _last(self, output: Any, features: FeatureSpec) -> TargetOutput | None:
+        """The output for the last token alone, if that token cannot be cropped and read again."""
+        if self.supports_trees:
+            return None
         taps = _taps(output, features)
-        return TargetOutput(output.logits[:, -1:], None if taps is None else taps[:, -1:])
+        # A copy: a view would keep the logits of a whole prompt.
+        return TargetOutput(output.logits[:, -1:].clone(), None if taps is None else taps[:, -1:].clone())
 
     @torch.inference_mode()
     def forward(self, ctx: Context, tree: DraftTree, accept: AcceptArgs | None = None) -> TargetOutput:
@@ -251,11 +257,8 @@ class AdapterTarget(Target):
         elif state.num_read == length:
             state.num_read = None
             output = self._run(tree.tokens[index : index + 1], state.cache, features, length)
-            state.cache, state.last, state.num_read = (
-                getattr(output, self._cache_name),
-                self._last(output, features),
-                length + 1,
-            )
+            state.cache, state.last = getattr(output, self._cache_name), self._last(output, features)
+            state.num_read = length + 1
         assert state.last is not None
         return state.last
 
@@ -372,53 +375,61 @@ class AdapterTarget(Target):
         self._positioned = self.supports_trees = True
         with self._rope.limited_to(_FAR):
             reason = self._why_no_trees(cache)
-            if reason is None and not self._is_decoding_exact():
+            if reason is None and self._decoding_error() > self._tolerance:
                 reason = "its cached keys cannot be rolled back"
             if reason is None:
                 return None
-            self.supports_trees = False
+            self.supports_trees, errors = False, dict[bool, float]()
             for self._positioned in (True, False):
-                if self._is_decoding_exact():
+                errors[self._positioned] = self._decoding_error()
+                if errors[self._positioned] <= self._tolerance:
                     return reason
+        self._positioned = min(errors, key=lambda positioned: errors[positioned])
+        is_rounded = self.dtype in _TOLERANCES or getattr(self.model, "is_quantized", False)
+        if is_rounded and errors[self._positioned] <= _MAX_ROUNDING:
+            return reason
         raise UnsupportedError(
             f"{self.name}: decoded one token at a time, it does not have the logits of its own forward over the whole "
             f"text, so no decoding would be exact (is it an encoder, or does it need further inputs?): choose another "
             f"model, or use transformers' own generate"
         )
 
-    def _is_decoding_exact(self) -> bool:
-        """True if a few decoded tokens have the logits of the model's own forward, also beyond a change of RoPE."""
+    @property
+    def _tolerance(self) -> float:
+        return _TOLERANCES.get(self.dtype, 3e-4)
+
+    def _decoding_error(self) -> float:
+        """The error of a few decoded tokens, also beyond a change of RoPE; infinite if they cannot be decoded."""
         try:
-            if not self._matches(3, _NUM_STEPS):
-                return False
+            error = self._error_of_steps(3, _NUM_STEPS)
             if not self._rope:
-                return True
+                return error
             # generate keeps the keys of earlier tokens, unlike a forward of the whole text, unless it drops its cache.
             with self._rope.limited_to(_NEAR):
-                prompts = all(self._matches(length, 1) for length in (_NEAR, _NEAR + 1, _NEAR + 2))
-                return prompts and (not self._rereads or self._matches(_NEAR - 1, _NUM_STEPS))
+                errors = [self._error_of_steps(length, 1) for length in (_NEAR, _NEAR + 1, _NEAR + 2)]
+                errors += [self._error_of_steps(_NEAR - 1, _NUM_STEPS)] if self._rereads else []
+            return max(error, *errors)
         except Exception:  # an unknown model may raise anything
-            return False
+            return math.inf
 
     @torch.inference_mode()
-    def _matches(self, num_prompt: int, num_steps: int) -> bool:
-        ids, ctx = self._tokens(num_prompt + num_steps), self.new_context()
+    def _error_of_steps(self, num_prompt: int, num_steps: int) -> float:
+        ids, ctx, errors = self._tokens(num_prompt + num_steps), self.new_context(), list[float]()
         self.prefill(ctx, ids[:num_prompt])
+        row = ctx.rows[0]
         for length in range(num_prompt, num_prompt + num_steps):
-            row = ctx.rows[0]
             logits = self.forward(ctx, ctx.roots()).logits[0, -1]
-            if not self._is_close(logits, ids[:length]):
-                return False
+            errors.append(self._error(logits, ids[:length]))
             row.tokens.append(ids[length])
             row.length += 1
-        return True
+        return max(errors)
 
-    def _is_close(self, logits: Tensor, ids: Sequence[int]) -> bool:
-        """True if these are the logits after ``ids`` in the model's own forward."""
+    def _error(self, logits: Tensor, ids: Sequence[int]) -> float:
+        """The largest deviation from the logits after ``ids`` in the model's own forward, relative to the largest."""
         self._rope.reset()
         expected = self.model(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0, -1].double()
         error = float((expected - logits).abs().max() / expected.abs().max().clamp(min=1.0))
-        return error <= _TOLERANCES.get(self.dtype, 3e-4)  # False for NaN
+        return math.inf if math.isnan(error) else error
 
     def _why_no_trees(self, cache: Any) -> str | None:
         """None if a branching tree gives the logits of the model's own forward, otherwise the reason why not."""
@@ -461,7 +472,8 @@ class AdapterTarget(Target):
         self.prefill(ctx, prompt)
         logits = self.forward(ctx, tree).logits[0]
         paths: dict[int, list[int]] = {0: [], 1: [0], last: [last - 1], last + 1: [last - 1, last]}
-        return all(self._is_close(logits[node], [*prompt, *(drafts[i] for i in path)]) for node, path in paths.items())
+        errors = [self._error(logits[node], [*prompt, *(drafts[i] for i in path)]) for node, path in paths.items()]
+        return max(errors) <= self._tolerance
 
 
 def _crop(cache: Any, length: int) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from draftwing.cpu.packed import NotFiniteError, Packed
+from draftwing.cpu.program import Traced
 from draftwing.errors import CheckpointError
 from draftwing.formats.gguf_weights import open_weights
 from draftwing.methods.base import Budget, Drafter
@@ -222,6 +223,39 @@ class TappedNet:
     def logits(self, read: Any) -> Any:
         """(R, H) -> (R, V)."""
         return self.head.forward(read)
+
+
+@dataclass(eq=False)
+class ResizedNet(TappedNet):
+    """A draft model whose matrices are padded to another size than the target's: ``config`` has the target's size.
+
+    Tokens that only the target has get -inf, and those that only the draft model has are left out.
+    """
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that can be read."""
+        return self.embedding.shape[0]
+
+    @cached_property
+    def shape(self) -> NetShape:
+        return replace(super().shape, is_sparse=self.num_tokens < self.config.vocab_size)
+
+    def logits(self, read: Any) -> Any:
+        size = self.config.vocab_size
+        if self.num_tokens < size:
+            places = torch.arange(self.num_tokens, device=self.device)
+            return self.head.spread(read, places, size)
+        out = self.head.forward(read)
+        return out.columns(0, size) if isinstance(out, Traced) else out[..., :size]
+
+
+def resized(model: LeanTarget, vocab_size: int) -> LeanTarget:
+    """Return a model that shares the tokenizer but pads its matrices differently, with logits of another width."""
+    net = model.net
+    parts = net.embedding, net.layers, net.norm, net.head, net.rotary
+    narrow = ResizedNet(replace(net.config, vocab_size=vocab_size), *parts)
+    return LeanTarget(narrow, model.runs, model.name, model.dtype)
 
 
 @dataclass

@@ -30,7 +30,8 @@ def rope_type(parameters: Mapping[str, Any]) -> str:
 
 def context_length(config: Any) -> int:
     """The number of tokens that a row may hold: configs state it before or after RoPE stretches it."""
-    positions = int(getattr(config, "max_position_embeddings", 0) or getattr(config, "n_positions", 0) or 1 << 20)
+    names = ("max_position_embeddings", "n_positions", "max_target_positions")
+    positions = next((int(size) for name in names if (size := getattr(config, name, None))), 1 << 20)
     lengths = [positions]
     for parameters in rope_parameters(config):
         factor, original = parameters.get("factor") or 1.0, parameters.get(_ORIGINAL)

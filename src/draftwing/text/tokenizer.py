@@ -51,6 +51,7 @@ class Tokenizer:
             if file.exists():
                 self.fast = FastTokenizer.from_file(str(file))
                 self.fast.add_tokens(self._tokens_to_add())
+                self.fast.encode_special_tokens = bool(self._config.get("split_special_tokens"))
             else:
                 self.fast = self.pretrained.backend_tokenizer
         except TokenizerError:

@@ -338,6 +338,8 @@ class DialogueEncoder:
         messages = messages[: turns[-1] + 1]  # nothing is learnt from later turns
         try:
             located = self._find_turns(messages, turns) or self._by_prefix(messages, [len(messages) - 1])
+        except TokenizerError:  # not of this dialogue
+            raise
         except Exception as error:  # errors of jinja, and those that the template raises
             self.skipped["refused by the chat template"] += 1
             self.refusal = self.refusal or str(error)
