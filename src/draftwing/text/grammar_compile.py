@@ -94,6 +94,7 @@ if __name__ == "__main__":
     if sys.platform != "win32":
         import resource
 
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, even if the one before ignores it
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # crashes are expected here
     threading.stack_size(STACK_BYTES)
     threading.Thread(target=_serve).start()
