@@ -164,6 +164,14 @@ def command(folder, tmp_path, *options):
     assert "Traceback" not in output
 
 
+def is_closed(url):
+    try:
+        httpx.get(f"{url}/health", timeout=PATIENT)
+    except httpx.TransportError:
+        return True
+    return False
+
+
 def is_draining(url):
     answer = httpx.get(f"{url}/health", timeout=PATIENT)
     return answer.status_code == 503 and answer.json()["status"] == "draining"
@@ -221,7 +229,8 @@ def test_patience_ends(folder, tmp_path):
             lines = answer.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
-            until(lambda: process.poll() is not None or not hold.unlink(missing_ok=True))
+            until(lambda: is_closed(url))
+            hold.unlink()
             last = [line for line in lines if line][-2:]
         assert "the server shut down during the answer" in last[0]
         assert process.wait(PATIENT) == 0
