@@ -71,20 +71,14 @@ def first_line(problem: object) -> str:
     return first if len(first) <= 160 else first[:157] + "..."
 
 
-def _limit_seconds(seconds: float) -> None:
-    """End this process after that much processor time; 0 removes the limit."""
-    if hasattr(signal, "setitimer"):  # not on Windows
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-
-
 def _serve() -> None:
     tokenizer = make_tokenizer(*json.loads(sys.stdin.readline()))
     print(json.dumps(""), flush=True)
     for line in sys.stdin:
         kind, source, seconds = json.loads(line)
-        _limit_seconds(seconds)
+        if hasattr(signal, "setitimer"):  # not on Windows
+            signal.setitimer(signal.ITIMER_PROF, seconds)  # of processor time, from now on; then the process ends
         _, problem = compile_grammar(tokenizer, kind, source)
-        _limit_seconds(0)
         print(json.dumps(problem), flush=True)
 
 
