@@ -198,7 +198,7 @@ def test_sigterm_loses_no_request_that_is_still_being_parsed_or_sent(folder, tmp
     """Three chats that are being parsed, and one whose body has arrived in part."""
     with command(folder, tmp_path) as (process, url, keys, _, hold_chats), ThreadPoolExecutor(4) as pool:
         hold_chats.touch()
-        body = json.dumps({"messages": question("x"), "max_tokens": 2}).encode()
+        body = json.dumps({"messages": question("x"), "max_tokens": 2, "ignore_eos": True}).encode()
         go_on = threading.Event()
 
         def pieces():
