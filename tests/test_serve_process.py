@@ -295,6 +295,18 @@ def test_a_port_that_is_taken_while_the_model_loads_is_named():
             asyncio.run(server.startup([ours]))
 
 
+def test_addresses_that_the_machine_does_not_use_are_left_out(monkeypatch):
+    missing, usable = ((socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, 0)) for host in ("192.0.2.1", "127.0.0.1"))
+    for found in ([missing, usable], [usable, missing]):
+        monkeypatch.setattr("socket.getaddrinfo", lambda *args, found=found, **options: found)
+        (bound,) = bind("localhost", 0)
+        with bound:
+            assert bound.getsockname()[0] == "127.0.0.1"
+    monkeypatch.setattr("socket.getaddrinfo", lambda *args, **options: [missing, missing])
+    with refused(ConfigError, "cannot listen at 'localhost': this machine has no such address"):
+        bind("localhost", 0)
+
+
 @contextmanager
 def limited(folder, **limits):
     """The address of a server with such limits, which runs in a thread."""
