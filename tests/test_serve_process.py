@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import uvicorn
+from fastapi import FastAPI
 from typer.testing import CliRunner
 
 from conftest import refused
@@ -163,6 +164,14 @@ def command(folder, tmp_path, *options):
     assert "Traceback" not in output
 
 
+def is_closed(url):
+    try:
+        httpx.get(f"{url}/health", timeout=PATIENT)
+    except httpx.TransportError:
+        return True
+    return False
+
+
 def is_draining(url):
     answer = httpx.get(f"{url}/health", timeout=PATIENT)
     return answer.status_code == 503 and answer.json()["status"] == "draining"
@@ -189,7 +198,7 @@ def test_sigterm_loses_no_request_that_is_still_being_parsed_or_sent(folder, tmp
     """Three chats that are being parsed, and one whose body has arrived in part."""
     with command(folder, tmp_path) as (process, url, keys, _, hold_chats), ThreadPoolExecutor(4) as pool:
         hold_chats.touch()
-        body = json.dumps({"messages": question("x"), "max_tokens": 2}).encode()
+        body = json.dumps({"messages": question("x"), "max_tokens": 2, "ignore_eos": True}).encode()
         go_on = threading.Event()
 
         def pieces():
@@ -220,7 +229,8 @@ def test_patience_ends(folder, tmp_path):
             lines = answer.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
-            until(lambda: process.poll() is not None or not hold.unlink(missing_ok=True))
+            until(lambda: is_closed(url))
+            hold.unlink()
             last = [line for line in lines if line][-2:]
         assert "the server shut down during the answer" in last[0]
         assert process.wait(PATIENT) == 0
@@ -246,8 +256,28 @@ def test_addresses_that_cannot_be_used_are_refused_before_the_model_is_loaded():
             (["--kv-memory", "-1"], "--kv-memory takes GiB"),
         ):
             result = CliRunner().invoke(cli, ["serve", "--target", "/no/such/model", *args])
-            assert result.exit_code == 1, args
+            assert result.exit_code == 2, args
             assert message in " ".join(result.stderr.split()), args
+
+
+@pytest.mark.parametrize(
+    ("args", "hosts"),
+    [
+        ([], ("localhost", "127.0.0.1", "::1")),
+        (["--allowed-host", "a", "--allowed-host", "b.c"], ("localhost", "127.0.0.1", "::1", "a", "b.c")),
+        (["--host", "0.0.0.0"], ()),
+        (["--host", "0.0.0.0", "--allowed-host", "a"], ("localhost", "127.0.0.1", "::1", "a")),
+    ],
+)
+def test_host_names_and_limits_of_the_command_line(monkeypatch, args, hosts):
+    made = []
+    monkeypatch.setattr("draftwing.cli.options.Model.load", lambda *args: None)
+    monkeypatch.setattr("draftwing.serve.app.make_app", lambda lm, settings: made.append(settings))
+    monkeypatch.setattr("draftwing.serve.app.run", lambda app, sockets, patience: [each.close() for each in sockets])
+    args = ["serve", "--target", "x", "--port", str(free_port()), "--kv-memory", "0.5", "--max-nodes", "9", *args]
+    result = CliRunner().invoke(cli, args)
+    assert result.exit_code == 0, result.output
+    assert (made[0].hosts, made[0].kv_memory, made[0].max_nodes) == (hosts, 2**29, 9)
 
 
 def test_a_port_that_is_taken_while_the_model_loads_is_named():
@@ -256,10 +286,25 @@ def test_a_port_that_is_taken_while_the_model_loads_is_named():
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(ours.getsockname())
         other.listen()
-        server = GracefulServer(SimpleNamespace(state=SimpleNamespace(worker=SimpleNamespace(max_open=1))))
+        app = FastAPI()
+        app.state.worker = SimpleNamespace(max_open=1)
+        server = GracefulServer(app)
+        server.config.load()
         server.lifespan = SimpleNamespace(startup=lambda: asyncio.sleep(0), should_exit=False, state={})
         with refused(ConfigError, "cannot listen at '127.0.0.1': port", "is in use"):
             asyncio.run(server.startup([ours]))
+
+
+def test_addresses_that_the_machine_does_not_use_are_left_out(monkeypatch):
+    missing, usable = ((socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, 0)) for host in ("192.0.2.1", "127.0.0.1"))
+    for found in ([missing, usable], [usable, missing]):
+        monkeypatch.setattr("socket.getaddrinfo", lambda *args, found=found, **options: found)
+        (bound,) = bind("localhost", 0)
+        with bound:
+            assert bound.getsockname()[0] == "127.0.0.1"
+    monkeypatch.setattr("socket.getaddrinfo", lambda *args, **options: [missing, missing])
+    with refused(ConfigError, "cannot listen at 'localhost': this machine has no such address"):
+        bind("localhost", 0)
 
 
 @contextmanager
@@ -283,12 +328,21 @@ def half_sent(address, text=b"GET /health HTTP/1.1\r\nhost: x\r\nx-more: "):
     return connection
 
 
+def rest_of(connection):
+    """Everything that is received until the connection is closed."""
+    received = b""
+    with suppress(ConnectionResetError):
+        while part := connection.recv(4096):
+            received += part
+    return received
+
+
 def test_half_sent_headers_do_not_keep_others_out(folder):
     with limited(folder, max_connections=4) as address:
         lazy = [half_sent(address) for _ in range(12)]
         for _ in range(3):
             assert is_up(f"http://127.0.0.1:{address[1]}")
-        assert lazy[0].recv(1) == b""  # the oldest one is closed
+        assert rest_of(lazy[0]) == b""  # the oldest one is closed
         lazy[-1].sendall(b"y\r\n\r\n")  # the latest one is not
         assert lazy[-1].recv(12) == b"HTTP/1.1 200"
         for each in lazy:
@@ -299,7 +353,4 @@ def test_half_sent_headers_do_not_keep_others_out(folder):
 def test_headers_must_come_in_time(folder, text):
     """Those of a second request on the same connection too."""
     with limited(folder, header_timeout=0.05) as address, half_sent(address, text) as lazy:
-        received = b""
-        while part := lazy.recv(4096):
-            received += part
-        assert received.count(b"HTTP/1.1 200") == text.count(b"\r\n\r\n")
+        assert rest_of(lazy).count(b"HTTP/1.1 200") == text.count(b"\r\n\r\n")

@@ -126,6 +126,20 @@ def test_draining_finishes_what_is_there_and_takes_nothing_new(lm, worker_of):
     assert ended(*tickets) == ["length"] * 3
 
 
+def test_what_was_accepted_may_be_submitted_while_draining_but_not_after_stopping(lm, worker_of):
+    worker = worker_of().start()
+    with worker.accept():
+        worker.drain()
+        with refused(ClosedError, "shutting down"), worker.accept():
+            pass
+        assert worker.num_accepted == 1
+        assert ended(*submit(worker, lm, TEXTS[0])) == ["length"]
+        assert worker.stop()
+        with refused(ClosedError, "shutting down"):
+            submit(worker, lm, TEXTS[0])
+    assert worker.num_accepted == 0
+
+
 def test_stopping_cancels_and_ends_the_thread(lm, worker_of):
     worker = worker_of().start()
     ticket = worker.submit(lm.encode(TEXTS[0]), Sampling(max_tokens=200, ignore_eos=True), silent)

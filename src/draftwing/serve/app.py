@@ -229,7 +229,9 @@ class _Connection(HttpToolsProtocol):
         super().connection_made(transport)  # type: ignore[arg-type]
         self._wait()
         if len(self.connections) > self._limits.max_connections:
-            next(iter(self._waiting)).transport.abort()
+            oldest = next(iter(self._waiting))
+            oldest._wait_no_more()
+            oldest.transport.abort()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -317,18 +319,32 @@ def bind(host: str, port: int) -> list[socket.socket]:
     bound: list[socket.socket] = []
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, kind, protocol, _, address in dict.fromkeys(found):
-            bound.append(socket.socket(family, kind, protocol))
-            if os.name == "posix":
-                bound[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                bound[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            bound[-1].bind(address)
+        for number, (family, kind, protocol, _, address) in enumerate(found, 1):
+            try:
+                bound.append(_bound_socket(family, kind, protocol, address))
+            except OSError as error:  # localhost may have an IPv6 address on a machine that does not use IPv6
+                is_missing = error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+                if not is_missing or (number == len(found) and not bound):
+                    raise
     except (OSError, UnicodeError) as error:
         for each in bound:
             each.close()
         raise _cannot_listen(host, port, error) from error
     return bound
+
+
+def _bound_socket(family: int, kind: int, protocol: int, address: Any) -> socket.socket:
+    made = socket.socket(family, kind, protocol)
+    try:
+        if os.name == "posix":
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        made.bind(address)
+    except OSError:
+        made.close()
+        raise
+    return made
 
 
 def _cannot_listen(host: str, port: int, error: Exception) -> ConfigError:

@@ -246,7 +246,11 @@ def _ask(process: subprocess.Popen[str], line: str) -> str | None:
 def _end_all(processes: list[subprocess.Popen[str]]) -> None:
     for process in processes:
         process.kill()
-        process.communicate()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            with suppress(OSError):  # it has ended without reading everything
+                pipe.close()
+        process.wait()
 
 
 class Compiled:

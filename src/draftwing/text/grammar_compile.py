@@ -71,20 +71,14 @@ def first_line(problem: object) -> str:
     return first if len(first) <= 160 else first[:157] + "..."
 
 
-def _limit_seconds(seconds: float) -> None:
-    """End this process after that much processor time; 0 removes the limit."""
-    if hasattr(signal, "setitimer"):  # not on Windows
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-
-
 def _serve() -> None:
     tokenizer = make_tokenizer(*json.loads(sys.stdin.readline()))
     print(json.dumps(""), flush=True)
     for line in sys.stdin:
         kind, source, seconds = json.loads(line)
-        _limit_seconds(seconds)
+        if hasattr(signal, "setitimer"):  # not on Windows
+            signal.setitimer(signal.ITIMER_PROF, seconds)  # of processor time, from now on; then the process ends
         _, problem = compile_grammar(tokenizer, kind, source)
-        _limit_seconds(0)
         print(json.dumps(problem), flush=True)
 
 
@@ -94,6 +88,7 @@ if __name__ == "__main__":
     if sys.platform != "win32":
         import resource
 
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, even if the one before ignores it
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # crashes are expected here
     threading.stack_size(STACK_BYTES)
     threading.Thread(target=_serve).start()
