@@ -21,6 +21,7 @@ import draftwing
 from draftwing.accept import get_rule
 from draftwing.cpu.library import get_kernel
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError, shown
+from draftwing.files import parse_json
 from draftwing.formats.gguf_folder import LINK
 from draftwing.lab.bench_sets import Question, QuestionSet
 from draftwing.lab.compare import promise_of
@@ -28,7 +29,6 @@ from draftwing.lab.machine import describe_machine
 from draftwing.lm import LM, Generation
 from draftwing.sampling import Sampling
 from draftwing.sampling_options import nth_seed
-from draftwing.text.prompts import parse_json
 from draftwing.train.checkpoint import locked
 
 FILE = "records.jsonl"

@@ -6,14 +6,14 @@ out, except for windows and special tokens, where it means none.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
+from draftwing.errors import CheckpointError, ConfigError, UnsupportedError, shown
+from draftwing.files import read_json
 
 _REQUIRED: Final = object()
 _DOWNLOAD = "download the model's config.json again."
@@ -31,7 +31,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: expected a model folder, found none. Check the path.")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder}: expected config.json in the model folder, found none. Point to a folder that "
@@ -219,7 +219,7 @@ class RopeConfig:
         key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
         table, whole = config.get(key) or {}, ConfigReader(config, where)
         if not isinstance(table, Mapping):
-            raise whole.error(f"`{key}` must be an object, found {table!r:.60}. Correct it, or remove it.")
+            raise whole.error(f"`{key}` must be an object, found {shown(table)}. Correct it, or remove it.")
         read = ConfigReader(table, f"{where}: {key}")
         if any(isinstance(value, Mapping) for value in table.values()):
             raise read.unsupported(
