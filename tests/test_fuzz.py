@@ -7,9 +7,13 @@ import collections
 import decimal
 import fractions
 import itertools
+import json
+import os
+import random
 import shutil
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +27,12 @@ import torch
 
 import draftwing as dw
 from conftest import add_tokenizer, build
+from draftwing.errors import DraftwingError, shown
+from draftwing.formats.write import write_head
+from draftwing.methods.eagle_net import EagleConfig, EagleNet
 from draftwing.methods.registry import METHODS
+from draftwing.models.config import ModelConfig, read_config
+from draftwing.serve.convert import Defaults
 
 # --- hostile values --------------------------------------------------------------------------------------------------
 
@@ -147,26 +156,30 @@ class Stateful:
         pass
 
 
+PLAIN = [
+    *(None, True, False, 0, -1, 1, 5, 299, 2**31, 2**63, -(2**63), 10**400, 10**5000, 0.5, -0.0, 1.5, 1e300, 1j),
+    *(float("nan"), float("inf"), decimal.Decimal("1.5"), fractions.Fraction(1, 3), ..., NotImplemented, slice(5)),
+    *("", "x", "0", "match", "json", "none", "cpu", "\ud83d", "\0", "a\0b", "x" * 300, "y" * 100_000, "/dev/null"),
+    *("../..", "a+b", "+", b"", b"ab", bytearray(b"ab"), memoryview(b"ab"), Path("x"), Path("x" * 300), Path("\0")),
+    *((), [], {}, [1], [5, 6], [True], [1.5], ["x"], [None], [[]], [[1]], [[5, 6], [5]], [[[1]]], [10**400], [-1]),
+    *((1, 2), ("x", "x"), {5, 6}, frozenset(), range(5), range(0), range(10**9), {1: 2}, {"a": 1}, {5: float("nan")}),
+    *({"role": "user", "content": "x"}, [{"role": "user", "content": 3}], {"type": {"type": {}}}, ValueError("x")),
+    *(object, int, len, print, object(), collections.Counter("ab"), collections.UserList([5])),
+    *(MappingProxyType({"a": 1}), torch.device("meta"), SimpleNamespace(ndim=1, tolist=lambda: 3)),
+    *(np.int64(5), np.float32(0.5), np.bool_(True), np.datetime64("2020"), np.array(5), np.array([5, 6]), np.array([])),
+    *(np.array(["x"]), np.array([None, 5]), np.array([[1, 2], [3, 4]]), np.array([1.5]), np.array([True])),
+    *(torch.tensor(5), torch.tensor([5, 6]), torch.tensor([]), torch.tensor([[5, 6], [7, 8]]), torch.tensor([1.5])),
+    *(torch.tensor([True]), torch.empty(2, device="meta"), torch.zeros(1).to_sparse(), torch.float32),
+]
+RUDE = [(name,) for name in ("repr", "iter", "bool", "len", "eq", "hash", "getitem", "float", "index")]
 POOL: list[Callable[[], Any]] = [
-    *(lambda value=value: value for value in (
-        None, True, False, 0, -1, 1, 5, 299, 2**31, 2**63, -(2**63), 10**400, 10**5000, 0.5, -0.0, 1.5, float("nan"),
-        float("inf"), 1e300, 1e-320, 1j, "", "x", "0", "match", "json", "none", "cpu", "\ud83d", "\0", "a\0b", "x" * 300, "y" * 100_000,
-        "/dev/null", "../..", "a+b", "+", b"", b"ab", (), [], {}, [1], [5, 6], [True], [1.5], ["x"], [None], [[]],
-        [[1]], [[5, 6], [5]], [[[1]]], [10**400], [-1], range(5), range(0), range(10**9), {1: 2}, {"a": 1}, {5: float("nan")},
-        {"role": "user", "content": "x"}, [{"role": "user", "content": 3}], (1, 2), ("x", "x"), {"type": {"type": {}}},
-        {5, 6}, frozenset(), object, int, len, print, ..., NotImplemented, object(), Path("x"), Path("x" * 300),
-        Path("\0"), slice(5), memoryview(b"ab"), bytearray(b"ab"), ValueError("x"), decimal.Decimal("1.5"),
-        fractions.Fraction(1, 3), np.int64(5), np.float32(0.5), np.bool_(True), np.array(5), np.array([5, 6]), np.array([]),
-        np.array(["x"]), np.array([None, 5]), np.array([[1, 2], [3, 4]]), np.array([1.5]), np.array([True]), np.datetime64("2020"),
-        torch.tensor(5), torch.tensor([5, 6]), torch.tensor([]), torch.tensor([[5, 6], [7, 8]]), torch.tensor([1.5]), torch.tensor([True]),
-        torch.empty(2, device="meta"), torch.float32, torch.device("meta"), torch.zeros(1).to_sparse(),
-        MappingProxyType({"a": 1}), collections.Counter("ab"), collections.UserList([5]), SimpleNamespace(ndim=1, tolist=lambda: 3),
-    )),
-    Rude, *(lambda name=name: Rude(name) for name in ("repr", "iter", "bool", "len", "eq", "hash", "getitem", "float", "index")),
-    lambda: RudeInt(5), lambda: RudeText("x"), lambda: RudeList([1]), lambda: RudeDict(a=1), itself, nested, generator, itertools.count, lambda: iter([5]),
-    MagicMock, Starts, StartsBadly, Stateful, lambda: Stateful(5), lambda: Stateful(np.zeros(3)), lambda: Stateful(np.zeros(10, np.uint32)), threading.Lock, lambda: lambda *_, **__: 5, lambda: lambda: None,
-    lambda: dw.Budget(2), lambda: dw.Sampling(), lambda: dw.Grammar.regex("a+"),
-]  # fmt: skip
+    *(lambda value=value: value for value in PLAIN),
+    *(lambda names=names: Rude(*names) for names in [(), *RUDE]),
+    *(lambda: RudeInt(5), lambda: RudeText("x"), lambda: RudeList([1]), lambda: RudeDict(a=1), itself, nested),
+    *(generator, itertools.count, lambda: iter([5]), threading.Lock, MagicMock, lambda: lambda *_, **__: 5),
+    *(Starts, StartsBadly, Stateful, lambda: Stateful(5), lambda: Stateful(np.zeros(3))),
+    *(lambda: Stateful(np.zeros(10, np.uint32)), dw.Sampling, lambda: dw.Budget(2), lambda: dw.Grammar.regex("a+")),
+]
 
 
 # --- public callables ------------------------------------------------------------------------------------------------
@@ -254,7 +267,8 @@ class World:
         before = dict(METHODS)
         try:
             dw.register(**options)
-            METHODS[options["name"]].method
+            method = METHODS[options["name"]].method
+            assert method.name == options["name"]
         finally:
             METHODS.clear()
             METHODS.update(before)
@@ -264,7 +278,7 @@ def calls(world: World) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     """Public callables by name, with valid arguments."""
     lm, short = world.lm, dw.Sampling(max_tokens=3)
     limits = {"speculation": None, "references": (), "grammar": None}
-    sampling = {field: value for field, value in vars(dw.Sampling(max_tokens=3)).items()}
+    sampling = dict(vars(short))
     options = {**sampling, **limits, "sampling": None}
     request = {"prompt_ids": [5, 6, 5], "sampling": short, "speculation": None, "references": (), "constraint": None}
     request |= {"drafts": None, "priority": 0, "deadline": None}
@@ -388,19 +402,15 @@ def calls(world: World) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     }
 
 
-@pytest.fixture(scope="module")
-def world(folder_of, tmp_path_factory):
-    path = tmp_path_factory.mktemp("fuzz") / "target"
-    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    return World(add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=300), path), chat_template=template))
+CALLBACKS = {"new_drafter", "drafter", "draft", "on_step"}  # what a callable raises there is the caller's own
 
 
 @contextmanager
-def ends(seconds: int, what: str) -> Iterator[None]:
-    """Fail if the block does not end: far beyond what any call takes on a busy machine."""
+def ends(what: str, seconds: int = 60) -> Iterator[None]:
+    """Fail if the block does not end. The limit is far beyond what a call takes on a busy machine."""
 
     def fail(*_: Any) -> None:
-        raise AssertionError(f"{what} hangs")
+        pytest.fail(f"{what} does not end")
 
     before = signal.signal(signal.SIGALRM, fail)
     signal.alarm(seconds)
@@ -411,5 +421,133 @@ def ends(seconds: int, what: str) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+@contextmanager
+def works_or_refuses(what: str) -> Iterator[None]:
+    """Nothing but our errors, with a message that can be read and printed, and in bounded time."""
+    with warnings.catch_warnings(), ends(what):
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        except DraftwingError as error:
+            message = str(error)
+            assert message, what
+            assert len(message) < 1500, what
+            message.encode("utf-8", "backslashreplace")
+        except Exception as error:
+            raise AssertionError(f"{what} raised {type(error).__name__}: {error}") from error
+
+
+@pytest.fixture(scope="module")
+def world(folder_of, tmp_path_factory):
+    path = tmp_path_factory.mktemp("fuzz") / "target"
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    return World(add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=300), path), chat_template=template))
+
+
+def text_of(world: World) -> list[int]:
+    request = world.engine.submit([5, 6, 5, 6], dw.Sampling(max_tokens=4))
+    world.engine.run()
+    return request.token_ids
+
+
+def test_the_valid_arguments_are_valid(world):
+    for name, (call, valid) in calls(world).items():
+        if name != "Decoder.retire":  # no request runs
+            call(**valid)
+
+
+@pytest.mark.parametrize(("seed", "count"), [(0, 2500), pytest.param(1, 10_000, marks=pytest.mark.full)])
+def test_every_public_callable(world, seed, count):
+    """Each call has one to three hostile arguments; the objects that it was made on are whole afterwards."""
+    rng, table, wanted = random.Random(seed), calls(world), text_of(world)
+    for number in range(count):
+        name = list(table)[number % len(table)]
+        call, valid = table[name]
+        options = dict(valid)
+        for parameter in rng.sample(list(valid), min(len(valid), rng.choice([1, 1, 1, 2, 3]))):
+            value = rng.choice(POOL)()
+            if not (parameter in CALLBACKS and callable(value)):
+                options[parameter] = value
+        with works_or_refuses(f"call {number}: {describe(name, options)}"):
+            call(**options)
+        if number % 100 == 0:
+            assert text_of(world) == wanted, describe(name, options)
+    world.engine.check()
+    world.paged.check()
+
+
 def describe(name: str, options: dict[str, Any]) -> str:
-    return f"{name}({', '.join(f'{key}: {dw.errors.shown(value)}' for key, value in options.items())})"
+    return f"{name}({', '.join(f'{key}={shown(value)}' for key, value in options.items())})"
+
+
+# --- damaged files ---------------------------------------------------------------------------------------------------
+
+VALUES = [None, True, -1, 0, 5, 2**31, 10**400, 1.5, 1e300, float("nan"), float("inf"), "", "x", "\ud83d", [], [1], {}]
+VALUES += [{"a": 1}, [[]], ["x"], [True]]
+CONTENTS = ["", "null", "5", "[]", "{}", '"x"', "{", "[" * 100_000, '{"a":' * 100_000, "9" * 10_000, "NaN", "\0" * 9]
+
+
+def replace_value(value: Any, rng: random.Random) -> Any:
+    """Replace, remove or keep values somewhere in a JSON value."""
+    if not isinstance(value, dict | list) or not value or rng.random() < 0.2:
+        return rng.choice(VALUES)
+    key = rng.choice(list(value) if isinstance(value, dict) else range(len(value)))
+    if rng.random() < 0.1:
+        del value[key]
+    else:
+        value[key] = replace_value(value[key], rng)
+    return value
+
+
+def damage(file: Path, rng: random.Random) -> str:
+    """Damage a file in a random way; returns a description."""
+    content = bytearray(file.read_bytes())
+    how = rng.choice(["cut", "bytes", "content", "pipe", "folder", "remove", *["value"] * 6])
+    if how == "cut":
+        file.write_bytes(content[: rng.randrange(len(content))])
+    elif how == "bytes":
+        for _ in range(rng.randint(1, 8)):
+            content[rng.randrange(min(len(content), 4000))] = rng.randrange(256)
+        file.write_bytes(content)
+    elif how == "content":
+        file.write_text(rng.choice(CONTENTS))
+    elif how == "value" and file.suffix == ".json":
+        file.write_text(json.dumps(replace_value(json.loads(content), rng)))
+    elif how == "value":  # in the header of safetensors
+        size = int.from_bytes(content[:8], "little")
+        header = json.dumps(replace_value(json.loads(content[8 : 8 + size]), rng)).encode()
+        file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + size :])
+    else:
+        file.unlink()
+        if how == "pipe":
+            os.mkfifo(file)
+        elif how == "folder":
+            file.mkdir()
+    return f"{file.parent.name}/{file.name}, {how}"
+
+
+@pytest.fixture(scope="module")
+def pair(world, tmp_path_factory):
+    """A target and an EAGLE-3 head for it."""
+    folder = tmp_path_factory.mktemp("pair")
+    shutil.copytree(world.folder, folder / "target")
+    (folder / "target" / "generation_config.json").write_text('{"eos_token_id": [2, 5], "temperature": 0.5}')
+    config = EagleConfig.for_target(3, ModelConfig.from_hf(read_config(world.folder)))
+    write_head(folder / "head", EagleNet(config, world.target.embedding.plain(), world.target.head))
+    return folder
+
+
+@pytest.mark.parametrize(("seed", "count"), [(0, 60), pytest.param(1, 500, marks=pytest.mark.full)])
+def test_damaged_files(pair, tmp_path, seed, count):
+    rng = random.Random(seed)
+    names = sorted(str(file.relative_to(pair)) for file in pair.rglob("*.*") if file.is_file())
+    names = [name for name in names if name.endswith((".json", ".safetensors"))]
+    for number in range(count):
+        folder = shutil.copytree(pair, tmp_path / str(number))
+        what = damage(folder / names[number % len(names)], rng)
+        with works_or_refuses(f"file {number}: {what}"):
+            lm = dw.load(folder / "target", folder / "head", budget=dw.Budget(2))
+            lm.generate([[5, 6, 5]], max_tokens=2)
+            Defaults.for_model(lm, lm.engine())
+            lm.generate([[{"role": "user", "content": "x"}]], max_tokens=2)
+        shutil.rmtree(folder)

@@ -392,8 +392,8 @@ class Decoder:
             request = next((request for request in self.running if is_id and request.id == request_id), None)
             if request is None:
                 raise ConfigError(
-                    f"request {shown(request_id)} is not running: it finished, or was never admitted; retire only ids from "
-                    f"admit() that no step has finished"
+                    f"request {shown(request_id)} is not running: it finished, or was never admitted; retire only ids "
+                    f"from admit() that no step has finished"
                 )
             request.finish_reason = "cancelled"
             self.drop_ended()

@@ -498,19 +498,22 @@ def tree_slots(budgets: Sequence[Budget]) -> int:
     return 1 + EXTRA_NODES + max(levels, nodes)
 
 
-def _checked_references(references: Sequence[Sequence[int]], vocab_size: int) -> list[list[int]]:
+def _checked_references(references: Any, vocab_size: int) -> list[list[int]]:
     """References as lists of ids. Raises PromptError if they are something else."""
     lists = None if isinstance(references, str) else listed(references, MAX_TOKENS)
-    ids = None if lists is None else [listed(reference, MAX_TOKENS) for reference in lists]
-    if ids is not None and all(each is not None and _are_ids(each, vocab_size) for each in ids):
-        return [list(map(int, each)) for each in ids if each is not None]
-    raise PromptError(
-        f"references must be lists of token ids from 0 to {vocab_size - 1:,}, found {shown(references)}: encode each "
-        f"text first"
-    )
+    ids = None if lists is None else [_ids(reference, vocab_size) for reference in lists]
+    if ids is None or None in ids:
+        raise PromptError(
+            f"references must be lists of token ids from 0 to {vocab_size - 1:,}, found {shown(references)}: encode "
+            f"each text first"
+        )
+    return [each for each in ids if each is not None]
 
 
-def _are_ids(tokens: list[Any], vocab_size: int) -> bool:
-    return all(
-        isinstance(token, Integral) and not isinstance(token, bool) and 0 <= int(token) < vocab_size for token in tokens
-    )
+def _ids(tokens: object, vocab_size: int) -> list[int] | None:
+    """Return tokens as a list of ints; None if they are something else."""
+    items: list[Any] | None = None if isinstance(tokens, str) else listed(tokens, MAX_TOKENS)
+    if items is None or any(type(token) is bool or not isinstance(token, Integral) for token in items):
+        return None
+    ids = list(map(int, items))
+    return ids if all(0 <= token < vocab_size for token in ids) else None

@@ -135,7 +135,7 @@ def load_target(
     if not isinstance(engine, str) or engine not in ("auto", "lean", "transformers"):
         raise ConfigError(f"unknown engine {shown(engine)}: choose auto, lean or transformers")
     where, config = _device(device), read_config(folder)
-    lean = config.get("model_type") in LEAN_MODEL_TYPES
+    lean = config.get("model_type") in tuple(LEAN_MODEL_TYPES)  # a tuple: JSON may have a list there
     is_lean = engine == "lean" or (engine == "auto" and lean)
     numbers = _dtype(dtype, config)
     if dtype == "auto" and is_lean and where.type == "cpu" and numbers.itemsize == 2:
@@ -151,7 +151,8 @@ def load_target(
     else:
         model = AdapterTarget.from_folder(folder, numbers, where, name=name)
     model.folder = folder
-    model.eos_ids = tuple(dict.fromkeys([*model.eos_ids, *_generation_eos(folder)]))
+    _check_end_tokens(folder / "config.json", config.get("eos_token_id"), model.vocab_size)
+    model.eos_ids = tuple(dict.fromkeys([*model.eos_ids, *_generation_eos(folder, model.vocab_size)]))
     return model
 
 
@@ -216,7 +217,18 @@ def _device(device: str | torch.device | None) -> torch.device:
     return chosen
 
 
-def _generation_eos(folder: Path) -> list[int]:
+def _check_end_tokens(file: Path, eos: Any, vocab_size: int) -> list[int]:
+    """Return the ids of an ``eos_token_id``; a negative one means none, as in some configs on the Hub."""
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(type(token) is int and token < vocab_size for token in ids):
+        raise CheckpointError(
+            f"{file}: `eos_token_id` must be a token id below {vocab_size}, a list of them or null, found "
+            f"{shown(eos)}: correct it, or download the file again"
+        )
+    return [token for token in ids if token >= 0]
+
+
+def _generation_eos(folder: Path, vocab_size: int) -> list[int]:
     """Return the end tokens of generation_config.json (Llama 3 has three)."""
     file = folder / "generation_config.json"
     if not file.exists():
@@ -225,10 +237,4 @@ def _generation_eos(folder: Path) -> list[int]:
         eos = read_json(file).get("eos_token_id")
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{file}: not readable as a JSON object ({error}): download it again") from error
-    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if not all(isinstance(token, int) for token in ids):
-        raise CheckpointError(
-            f"{file}: `eos_token_id` must be a token id, a list of them or null, found {shown(eos)}: correct it, or "
-            f"download the file again"
-        )
-    return ids
+    return _check_end_tokens(file, eos, vocab_size)

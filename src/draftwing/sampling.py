@@ -241,7 +241,8 @@ def _items(name: str, value: object, kind: type) -> tuple[Any, ...]:
     if items is None or any(isinstance(item, bool) or not isinstance(item, kind) for item in items):
         content = "strings" if kind is str else "token ids"
         raise SamplingError(
-            f"{name} must be a list of {content}, at most {_MAX_ITEMS:,}, found {shown(value)}: leave it out for none"
+            f"{name} must be a list of {content}, found {shown(value)}: leave it out for none, or give at most "
+            f"{_MAX_ITEMS:,}"
         )
     return tuple(map(str, items)) if kind is str else tuple(map(int, items))
 

@@ -30,6 +30,7 @@ from draftwing.budget.costs import ROWS, Costs, Curve
 from draftwing.budget.planner import Planner
 from draftwing.cpu.library import get_kernel
 from draftwing.errors import ConfigError
+from draftwing.files import parse_json
 from draftwing.methods.base import Budget, Drafter, NoDrafter
 from draftwing.models.context import Context, FeatureSpec
 from draftwing.models.lean import LeanContext
@@ -323,7 +324,7 @@ def known_costs(target: Target, drafter: Drafter | None = None) -> Costs | None:
     """Return what this machine has measured before, with a drafter or for the target alone, or None."""
     try:
         with private_folder() as folder:
-            kept = json.loads(folder.read(_file(_key(target, drafter))))
+            kept = parse_json(folder.read(_file(_key(target, drafter))))
         costs, age = Costs.from_dict(kept["costs"]), time.time() - float(kept["measured"])
     except (OSError, ValueError, KeyError, TypeError, ConfigError):
         return None

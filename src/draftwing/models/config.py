@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError, shown
-from draftwing.files import read_json
+from draftwing.files import check_regular, read_json
 
 _REQUIRED: Final = object()
 _DOWNLOAD = "download the model's config.json again."
@@ -31,6 +31,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: expected a model folder, found none. Check the path.")
     try:
+        for entry in folder.iterdir():
+            if not entry.is_dir():
+                check_regular(entry)
         config = read_json(path)
     except FileNotFoundError:
         raise CheckpointError(

@@ -268,6 +268,6 @@ class Target(ABC):
         least, most = min(prompt_ids), max(prompt_ids)
         if least < 0 or most >= self.vocab_size:
             raise PromptError(
-                f"token id {shown(least if least < 0 else most)} is outside the vocabulary of {self.vocab_size} of {self.name}: "
-                f"was the prompt encoded with another tokenizer?"
+                f"token id {shown(least if least < 0 else most)} is outside the vocabulary of {self.vocab_size} of "
+                f"{self.name}: was the prompt encoded with another tokenizer?"
             )

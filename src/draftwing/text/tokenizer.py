@@ -53,6 +53,8 @@ class Tokenizer:
                 f"{folder}: no tokenizer can be read from this folder ({error}): put the model's tokenizer.json next "
                 f"to its config.json"
             ) from error
+        if not self.fast.get_vocab_size(with_added_tokens=True):
+            raise TokenizerError(f"{folder}: the tokenizer has no tokens: put the model's tokenizer.json there again")
 
     @classmethod
     def from_transformers(cls, tokenizer: Any) -> Tokenizer:
@@ -235,7 +237,7 @@ class TextStream:
         min_ids: stop strings that are completed by the first ``min_ids`` ids do not count.
 
     Raises:
-        ConfigError: ``stop`` is not a tuple of strings of at least one character, or another argument is of a wrong type.
+        ConfigError: ``stop`` is not a tuple of strings of at least one character, or an argument has a wrong type.
         PromptError: ``prompt_ids`` is not a list of token ids.
     """
 
