@@ -543,7 +543,7 @@ class Rule:
 
     def _or_fail(self, name, value):
         if self.fails == name:
-            raise KeyError("no more")
+            raise RuntimeError("no more")
         return value
 
 
@@ -557,7 +557,7 @@ def test_a_constraint_that_fails_ends_its_request_alone(fails, target):
     engine.run()
     assert (tuple(good.token_ids), tuple(free.token_ids)) == (wanted, wanted)
     assert bad.finish_reason == "error"
-    with refused(ConfigError, "a NumPy array" if fails == "mask" else "the constraint failed (KeyError: 'no more')"):
+    with refused(ConfigError, "a NumPy array" if fails == "mask" else "the constraint failed (RuntimeError: 'no more')"):
         raise bad.error
 
 

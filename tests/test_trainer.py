@@ -455,8 +455,7 @@ def test_folders_that_cannot_hold_a_run(folder, tmp_path):
 
 
 def smaller(state):
-    name = next(iter(state["average"]))
-    state["average"][name] = state["average"][name][:1].clone()
+    state["average"] = {name: tensor[:1].clone() for name, tensor in state["net"].items()}
 
 
 def smaller_moments(state):
@@ -475,7 +474,7 @@ def smaller_moments(state):
         lambda state: state.update(iteration=-1),
         lambda state: state.update(seconds=float("nan")),
         lambda state: state.update(replanned=10**9),
-        lambda state: state.update(calibration={"scale": 3}),
+        lambda state: state.update(calibration={"other": 3}),
         lambda state: state.update(optimizers=[]),
         lambda state: state.update(optimizers=[5]),
         lambda state: state["average"].update(other=torch.ones(1)),
