@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from draftwing.errors import ConfigError, DraftwingError, shown
 
 MAX_BATCH = 65_536  # requests in a batch or of a call: more would only use up memory
+AT_MOST_BATCH = f"give a whole number of at most {MAX_BATCH:,}"
 MAX_TOKENS = 1 << 22  # in a prompt: more than any context holds
 
 
@@ -18,11 +19,13 @@ class Argument(NamedTuple):
     Attributes:
         kinds: their classes. A bool is an int only if ``bool`` is among them.
         expected: describes them, for the message.
+        hint: the fix, for the end of the message.
         least, most: the range of numbers; NaN is outside.
     """
 
     kinds: tuple[type, ...]
     expected: str
+    hint: str = ""
     least: float | None = None
     most: float | None = None
 
@@ -41,7 +44,8 @@ def check_arguments(
     """Raise ``error`` for the first argument in ``table`` that has a value which it may not have."""
     for name, argument in table.items():
         if name in values and not argument.takes(values[name]):
-            raise error(f"{name} must be {argument.expected}, found {shown(values[name])}")
+            hint = f": {argument.hint}" if argument.hint else ""
+            raise error(f"{name} must be {argument.expected}, found {shown(values[name])}{hint}")
 
 
 def listed(values: object, limit: int) -> list[Any] | None:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from draftwing.accept import Rule, get_rule
 from draftwing.budget.planner import Planner
-from draftwing.checks import MAX_BATCH, Argument, check_arguments
+from draftwing.checks import AT_MOST_BATCH, MAX_BATCH, Argument, check_arguments
 from draftwing.cpu.noise import noise_of
 from draftwing.errors import ConfigError, DraftwingError, DraftwingWarning, UnsupportedError, shown
 from draftwing.limits import RowBudgets, budget_for_rule, names_of
@@ -48,16 +48,15 @@ from draftwing.tree import Accepted, DraftTree, Emitted
 
 MAX_ROWS = 256  # with kv_memory, if no number is given
 MAX_FAULTS = 3  # in a row, after which a drafter is given up
-_BYTES = "a number of bytes or None; 2 << 30 is 2 GiB"
 _ARGUMENTS = {
     "target": Argument((Target,), "a Target, as from load_target() or LM.target"),
     "drafter": Argument((Drafter, Callable, NoneType), "a Drafter, a function that makes one, or None"),  # type: ignore[arg-type]
-    "budget": Argument((Budget, NoneType), "a Budget or None: write Budget(5) for chains of 5"),
+    "budget": Argument((Budget, NoneType), "a Budget or None", "write Budget(5) for chains of 5"),
     "planner": Argument((Planner, NoneType), "a Planner or None"),
     "turn": Argument((type(threading.RLock()), NoneType), "a threading.RLock or None"),
-    "kv_memory": Argument((int, NoneType), _BYTES, 1),
-    "max_batch": Argument((int, NoneType), f"at least 1 and at most {MAX_BATCH:,}, or None", 1, MAX_BATCH),
-    "sampling": Argument((Sampling,), "a Sampling: write Sampling(temperature=0.8)"),
+    "kv_memory": Argument((int, NoneType), "a number of bytes", "2 << 30 is 2 GiB", 1),
+    "max_batch": Argument((int, NoneType), "at least 1", AT_MOST_BATCH, 1, MAX_BATCH),
+    "sampling": Argument((Sampling,), "a Sampling", "write Sampling(temperature=0.8)"),
 }
 _MIN_DEPTH = 8  # to which drafts near the end of a request are cut at most
 

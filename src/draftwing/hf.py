@@ -44,8 +44,8 @@ Draft = str | Path | Callable[[Target], Drafter]
 
 _ARGUMENTS = {
     "draft": Argument((str, Path, Callable), "a folder, name or hub id, or a function of a target"),  # type: ignore[arg-type]
-    "budget": Argument((Budget, NoneType), "a Budget or None: write Budget(5) for chains of 5"),
-    "seed": Argument((int, NoneType), "None or an int in [0, 2**63)", 0, 2**63 - 1),
+    "budget": Argument((Budget, NoneType), "a Budget or None", "write Budget(5) for chains of 5"),
+    "seed": Argument((int, NoneType), "None or an int in [0, 2**63)", least=0, most=2**63 - 1),
 }
 
 _WITHOUT = "generate without custom_generate"

@@ -35,10 +35,10 @@ Dtype = str | torch.dtype
 
 
 _ARGUMENTS = {
-    "target": Argument((str, Path, NoneType), "a folder or a hub id, as a string or a Path, or None"),
-    "draft": Argument((str, Path, NoneType), "a folder or a hub id, as a string or a Path, or None"),
+    "target": Argument((str, Path, NoneType), "a folder or a hub id", "give a string or a Path"),
+    "draft": Argument((str, Path, NoneType), "a folder or a hub id", "give a string or a Path"),
     "revision": Argument((str, NoneType), "a branch, tag or commit, or None"),
-    "budget": Argument((Budget, NoneType), "a Budget or None: write Budget(5) for chains of 5"),
+    "budget": Argument((Budget, NoneType), "a Budget or None", "write Budget(5) for chains of 5"),
 }
 
 
@@ -97,9 +97,9 @@ def load(
     names = {"target": target, "draft": draft, "revision": model.get("revision")}
     check_arguments(_ARGUMENTS, {**names, "budget": budget})
     get_rule(rule, lossless=lossless)
-    for name, value in names.items():
-        if value is not None and not str(value):
-            raise ConfigError(f"{name} must not be empty: leave it out for the default")
+    for name in ("target", "draft"):
+        if names[name] is not None and not str(names[name]):
+            raise ConfigError(f"{name} must be a folder or a hub id, found '': leave it out for the default")
     unknown = sorted(model.keys() - ModelOptions.__annotations__.keys())
     if unknown:
         raise TypeError(f"load() got an unexpected keyword argument {unknown[0]!r}")

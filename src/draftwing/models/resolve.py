@@ -63,7 +63,11 @@ def resolve(model: str | Path | None, revision: str | None = None) -> Path:
         path = fetch(entry)
         if path.is_dir():
             return path
-    elif isinstance(model, Path) or len(text) > _MAX_HUB_ID or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", text):
+    elif (
+        isinstance(model, Path)
+        or len(text) > _MAX_HUB_ID
+        or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", text)
+    ):
         raise CheckpointError(
             f"{_short(text)}: expected a model folder or a Hugging Face Hub id such as org/name, found no such "
             f"folder. {_hint(text)}Check the path."

@@ -192,7 +192,7 @@ class TokenDecoder(Protocol):
 
 _ARGUMENTS = {
     "skip_special_tokens": Argument((bool,), "True or False"),
-    "min_ids": Argument((int,), "a whole number of at least 0", 0),
+    "min_ids": Argument((int,), "a whole number of at least 0", least=0),
 }
 
 

@@ -53,10 +53,10 @@ _LIKE_PARAMETERS = {"exp_avg", "exp_avg_sq", "momentum_buffer"}  # of an optimiz
 _STATE = {  # of a checkpoint
     **dict.fromkeys(("options", "net", "calibration", "average"), Argument((Mapping,), "a dict")),
     "optimizers": Argument((list,), "a list"),
-    "iteration": Argument((int,), "a number of iterations", 0, UNPLANNED),
-    "iterations": Argument((int,), "a number of iterations", 1, UNPLANNED),
-    "seconds": Argument((int, float), "a finite number of seconds", 0, 1e12),
-    "replanned": Argument((int,), "a number of estimates", 0, len(REPLAN)),
+    "iteration": Argument((int,), "a number of iterations", least=0, most=UNPLANNED),
+    "iterations": Argument((int,), "a number of iterations", least=1, most=UNPLANNED),
+    "seconds": Argument((int, float), "a finite number of seconds", least=0, most=1e12),
+    "replanned": Argument((int,), "a number of estimates", least=0, most=len(REPLAN)),
 }
 
 
