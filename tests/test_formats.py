@@ -495,7 +495,7 @@ def test_eagle_3_1_of_specforge_with_maps_of_the_whole_vocabulary(tmp_path):
 
 @pytest.mark.parametrize("norm_output", [True, False, None])
 def test_norm_output_means_what_serving_engines_mean_by_it(tmp_path, norm_output):
-    """The head always reads the normed state; with the flag, the next step reads it too (vLLM, SGLang, TensorRT-LLM)."""
+    """The head always reads the normed state; with the flag, the next step does too (vLLM, SGLang, TensorRT-LLM)."""
     norms = {f"fc_norm.{index}.weight": torch.rand(32) + 0.5 for index in range(3)}
     tensors = {**raw_third(draft=VOCAB), **norms}
     flag = {} if norm_output is None else {"norm_output": norm_output}
