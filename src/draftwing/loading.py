@@ -135,7 +135,7 @@ def load_target(
     if not isinstance(engine, str) or engine not in ("auto", "lean", "transformers"):
         raise ConfigError(f"unknown engine {shown(engine)}: choose auto, lean or transformers")
     where, config = _device(device), read_config(folder)
-    lean = config.get("model_type") in tuple(LEAN_MODEL_TYPES)  # a tuple: JSON may have a list there
+    lean = config.get("model_type") in LEAN_MODEL_TYPES
     is_lean = engine == "lean" or (engine == "auto" and lean)
     numbers = _dtype(dtype, config)
     if dtype == "auto" and is_lean and where.type == "cpu" and numbers.itemsize == 2:

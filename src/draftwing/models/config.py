@@ -331,7 +331,8 @@ _FAMILIES: Final[dict[str, _Family]] = {
     "phi3": _Family("Phi3ForCausalLM", 4096, eps=1e-5, bos=1, eos=32000, pad=32000, window=None),
 }
 
-LEAN_MODEL_TYPES: frozenset[str] = frozenset(_FAMILIES)
+# Not a set: a damaged config may have a list where the name belongs, which cannot be looked up in one.
+LEAN_MODEL_TYPES: tuple[str, ...] = tuple(sorted(_FAMILIES))
 
 
 @dataclass(frozen=True)
