@@ -1,7 +1,8 @@
 """Any input works or is refused by name: no traceback, no endless loop, no unbounded memory.
 
-Hypothesis draws JSON-like values, and some that JSON cannot say, for sampling, budgets, prompts and records, strings and
-bytes for everything that the command line takes. ``test_fuzz.py`` has values of other classes for every public callable.
+Hypothesis draws JSON-like values, and some that JSON cannot say, for sampling, budgets, prompts and records, strings
+and bytes for everything that the command line takes. ``test_fuzz.py`` has values of other classes for every public
+callable.
 """
 
 import json
