@@ -1,7 +1,8 @@
 """Any input works or is refused by name: no traceback, no endless loop, no unbounded memory.
 
-Hypothesis draws JSON-like values, and some that JSON cannot say, for everything that a user can give to the library,
-strings and bytes for everything that the command line takes.
+Hypothesis draws JSON-like values, and some that JSON cannot say, for sampling, budgets, prompts and records, strings
+and bytes for everything that the command line takes. ``test_fuzz.py`` has values of other classes for every public
+callable.
 """
 
 import json
@@ -134,20 +135,6 @@ def test_whatever_plain_decoding_takes_drafting_takes(lms, options, prompt):
     assert found == found[:1] * len(lms)
 
 
-@settings(max_examples=120)
-@given(
-    st.dictionaries(st.sampled_from([*USUAL, "temprature", "max_batch", *["sampling"] * 9]) | TEXTS, VALUES, max_size=2)
-)
-def test_options_of_generate_and_stream(lms, options):
-    options = {"max_tokens": 2, **options}
-    if isinstance(options["max_tokens"], int) and options["max_tokens"] > 2:
-        options["max_tokens"] = 2
-    with works_or_is_refused():
-        lms[1].generate([[5, 6]], **options)
-    with works_or_is_refused():
-        list(lms[1].stream([5, 6], **options))
-
-
 # --- budgets ---------------------------------------------------------------------------------------------------------
 
 PATHS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=6)
@@ -232,21 +219,6 @@ def test_a_file_of_prompts(tmp_path, content, name):
     with works_or_is_refused():
         for prompt in read_prompts(tmp_path / name):
             assert check_prompt(prompt) == prompt
-
-
-# --- loading ---------------------------------------------------------------------------------------------------------
-
-
-ARGUMENTS = ["target", "target", "draft", "dtype", "device", "engine", "rule", "budget", "lossless", "revision"]
-
-
-@settings(max_examples=100)
-@given(st.dictionaries(st.sampled_from(ARGUMENTS), VALUES, min_size=1, max_size=2))
-def test_arguments_of_load(folder, options):
-    if options.get("target") is None:  # the shipped one
-        options["target"] = folder
-    with works_or_is_refused():
-        dw.load(**options)
 
 
 # --- the command line ------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import draftwing as dw
-from conftest import SMALL, refused
+from conftest import SMALL, add_tokenizer, refused
 from draftwing import decode, engine
 from draftwing.budget.planner import Planner
 from draftwing.engine import Engine
@@ -14,6 +14,7 @@ from draftwing.methods.causal_lm import CausalLMDrafter
 from draftwing.methods.lookup import LookupDrafter
 from draftwing.models.lean import LeanTarget
 from draftwing.sampling import Sampling
+from draftwing.text.tokenizer import Tokenizer
 from test_budget import COSTS
 from test_engine import interrupt_at
 
@@ -172,11 +173,11 @@ def test_a_drafter_that_costs_next_to_nothing_or_remembers_is_always_there(targe
         assert not planner.asked
 
 
-def test_lone_texts_of_an_lm_are(target, monkeypatch):
+def test_lone_texts_of_an_lm_are(target, tmp_path, monkeypatch):
     """By ``stream``, and by ``generate`` of one prompt; not several at once."""
     planner = Passing()
     monkeypatch.setattr("draftwing.lm.planner_for", lambda *_: planner)
-    lm = dw.LM(target, None, lambda: CausalLMDrafter(target, VOCAB))
+    lm = dw.LM(target, Tokenizer(add_tokenizer(tmp_path)), lambda: CausalLMDrafter(target, VOCAB))
     sampling = Sampling(max_tokens=3, seed=0)
     list(lm.stream(PROMPTS[0], sampling))
     lm.generate([PROMPTS[0]], sampling)

@@ -1,6 +1,8 @@
 """Every kind of bad input: the class of the error, and a message that names the problem and the fix."""
 
+import itertools
 import json
+import os
 import shutil
 
 import numpy as np
@@ -25,6 +27,7 @@ from draftwing.errors import (
     shown,
 )
 from draftwing.loading import load_target
+from draftwing.methods import registry
 from draftwing.methods.base import Budget
 from draftwing.methods.causal_lm import CausalLMDrafter
 from draftwing.methods.lookup import LookupDrafter
@@ -98,7 +101,24 @@ def fill_row(value):
 NOT_FINITE = ("layers.2.self_attn.k_proj.weight", "32 of 512", "NaN or infinite", "Download")
 NO_TOKENIZER = ("no tokenizer can be read", "put the model's tokenizer.json next to")
 NO_GENERATION_CONFIG = ("generation_config.json: not readable as a JSON object", "download it again")
-NO_EOS = ("`eos_token_id` must be a token id", "found", "correct it, or download")
+NO_EOS = ("`eos_token_id` must be a token id below 300", "found", "correct it, or download")
+DEEP = '{"a":' * 100_000
+
+
+def pipe(name):
+    def replace(folder):
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return replace
+
+
+def without_tokens(folder):
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"] |= {"vocab": {}, "merges": []}
+    write("tokenizer.json", json.dumps({**tokenizer, "added_tokens": [], "post_processor": None}))(folder)
+
+
 SPIRAL = {"rope_type": "spiral", "rope_theta": 1e4}
 
 
@@ -124,6 +144,17 @@ SPIRAL = {"rope_type": "spiral", "rope_theta": 1e4}
         (write("generation_config.json", '{"eos_token_id": "</s>"}'), CheckpointError, NO_EOS),
         (write("generation_config.json", '{"eos_token_id": [2, null]}'), CheckpointError, NO_EOS),
         (write("generation_config.json", '{"eos_token_id": {"id": 2}}'), CheckpointError, NO_EOS),
+        (write("generation_config.json", '{"eos_token_id": true}'), CheckpointError, NO_EOS),
+        (write("generation_config.json", '{"eos_token_id": [2, 300]}'), CheckpointError, NO_EOS),
+        (set_config(eos_token_id=300), CheckpointError, ("config.json", *NO_EOS)),
+        (write("config.json", DEEP), ConfigError, ("config.json: expected JSON", "nested too deep")),
+        (write("generation_config.json", DEEP), CheckpointError, NO_GENERATION_CONFIG),
+        (set_config(model_type=["llama"], architectures=None), CheckpointError, ("transformers cannot load",)),
+        *(
+            (pipe(name), CheckpointError, (f"{name} is not a regular file", "Check the file"))
+            for name in ("config.json", "generation_config.json", "tokenizer.json", "model.safetensors")
+        ),
+        (without_tokens, TokenizerError, ("the tokenizer has no tokens", "put the model's tokenizer.json")),
         (
             remove("model.safetensors"),
             CheckpointError,
@@ -172,8 +203,33 @@ def test_what_is_not_a_folder(folder, folder_of, tmp_path):
 # --- tokenizers and draft models -------------------------------------------------------------------------------------
 
 
-def test_tokenizer_config_that_is_no_json(folder):
-    (folder / "tokenizer_config.json").write_text("{")
+def test_end_tokens_at_the_ends_of_the_vocabulary(folder):
+    set_config(eos_token_id=[0, 299, -1])(folder)
+    write("generation_config.json", '{"eos_token_id": -1}')(folder)
+    assert load(folder).target.eos_ids == (0, 299)
+
+
+def test_drafts_and_targets_that_are_pipes(folder, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    pipe("model.safetensors")(shutil.copytree(folder, tmp_path / "draft"))
+    for arguments, part in (
+        ((tmp_path / "pipe",), "found a pipe or a device"),
+        ((folder, tmp_path / "pipe"), "found a pipe or a device"),
+        ((folder, tmp_path / "draft"), "is not a regular file"),
+    ):
+        with refused(CheckpointError, part):
+            load(*arguments)
+
+
+def test_names_that_no_file_can_have(folder):
+    for name in ("x" * 300, "y" * 100_000, "a+" + "b" * 300, "~nobody-of-this-name/x"):
+        with refused(CheckpointError, "model folder"):
+            load(folder, name)
+
+
+@pytest.mark.parametrize("content", ["{", DEEP])
+def test_tokenizer_config_that_is_no_json(folder, content):
+    (folder / "tokenizer_config.json").write_text(content)
     loaded = load(folder)
     with refused(TokenizerError, "tokenizer_config.json: not readable as JSON", "download it again"):
         loaded.encode([{"role": "user", "content": "hi"}])
@@ -198,6 +254,10 @@ def test_drafts_that_do_not_fit(folder, folder_of, tmp_path):
     add_tokenizer(shutil.copytree(folder_of("gpt2", vocab_size=300), gpt2))
     with refused(UnsupportedError, "is of type 'gpt2'", "must be one of llama, mimo, mistral", "or use draft='lookup'"):
         load(folder, gpt2)
+    listed = shutil.copytree(folder, tmp_path / "listed")
+    set_config(model_type=["llama"])(listed)
+    with refused(UnsupportedError, "is of type ['llama']", "must be one of llama, mimo, mistral"):
+        load(folder, listed)
     with refused(CheckpointError, "./draft: expected a model folder", "Check the path"):
         load(folder, "./draft")
 
@@ -215,6 +275,12 @@ def test_drafts_that_do_not_fit(folder, folder_of, tmp_path):
         ({"rule": []}, ("unknown acceptance rule []", "choose one of match, match-top, speculative")),
         ({"rule": None}, ("unknown acceptance rule None", "choose one of match, match-top, speculative")),
         ({"rule": "none"}, ("unknown acceptance rule 'none'", "choose one of match, match-top, speculative")),
+        ({"lossless": np.array([5, 6])}, ("lossless must be True or False, found array([5, 6])",)),
+        ({"lossless": None}, ("lossless must be True or False, found None",)),
+        ({"draft_options": 5}, ("draft_options must be a dict of options, found 5", "leave it out")),
+        ({"draft_options": {5: 6}}, ("draft_options must be a dict of options, found {5: 6}", "leave it out")),
+        ({"budget": 5}, ("budget must be a Budget or None, found 5", "write Budget(5) for chains of 5")),
+        ({"revision": 5}, ("revision must be a branch, tag or commit, or None, found 5",)),
         ({"rule": "typical"}, ("'typical' changes what the target says", "pass lossless=False")),
         ({"rule": "block", "budget": Budget(3, 2)}, ("'block' takes chains, found width 2", "use width 1 or 'match'")),
     ],
@@ -257,6 +323,7 @@ def test_no_gpu(folder):
         ({"paths": [[0, 1]]}, ("each path's parent in its list", "found (0, 1)")),
         ({"paths": [[0], [0]]}, ("each of its paths once",)),
         ({"paths": [[0]], "nodes": 3}, ("give either paths or nodes",)),
+        ({"rule": object()}, ("a budget's rule must be a GrowthRule or None, found <object object",)),
         ({"children": "many"}, ("children must be one of keyed, top, sampled, distinct", "found 'many'")),
         ({"children": ["top"]}, ("children must be one of", "found ['top']")),
     ],
@@ -347,6 +414,43 @@ def test_messages(folder, lm):
         loaded.generate(messages)
 
 
+@pytest.mark.parametrize(
+    ("ids", "parts"),
+    [
+        ([True], ("token ids must be ints, found bool True", ".tolist()")),
+        ([5, 1.5, 2.5], ("token ids must be ints, found float 1.5", ".tolist()")),
+        ([np.int32(5)], ("token ids must be ints, found int32", ".tolist()")),
+        (np.array([5]), ("must be a list of token ids, found ndarray", ".tolist()")),
+        (torch.tensor([5]), ("must be a list of token ids, found Tensor", ".tolist()")),
+        ("ab", ("must be a list of token ids, found str 'ab'", "encode a text first")),
+        (b"ab", ("must be a list of token ids, found bytes b'ab'",)),
+        (iter([5]), ("must be a list of token ids, found list_iterator",)),
+        (None, ("must be a list of token ids, found NoneType None",)),
+        (range(10**9), ("has room for 256 with at least one new token",)),
+        ([10**400], ("token id 1000", "outside the vocabulary of 61")),
+        ([61], ("token id 61 is outside the vocabulary of 61",)),
+        ([5, -1], ("token id -1 is outside the vocabulary of 61",)),
+    ],
+    ids=shown,
+)
+def test_prompts_that_are_no_token_ids(ids, parts, target):
+    decoder = Decoder(target)
+    for call in (decoder.admit, dw.Engine(decoder).submit):
+        with refused(PromptError, *parts):
+            call(ids, Sampling())
+    assert decoder.num_running == 0
+
+
+def test_prompts_of_every_kind_of_list(target):
+    texts = []
+    for ids in ([5, 6, 7], (5, 6, 7), range(5, 8), [0], [60]):
+        engine = dw.Engine(Decoder(target))
+        request = engine.submit(ids, Sampling(max_tokens=3))
+        engine.run()
+        texts.append(request.token_ids)
+    assert texts[0] == texts[1] == texts[2]
+
+
 # --- sampling --------------------------------------------------------------------------------------------------------
 
 
@@ -386,6 +490,9 @@ def test_messages(folder, lm):
         ({"logit_bias": {5: 10**400}}, ("logit_bias must be in [-1e20, 1e20]", "for token 5")),
         ({"logit_bias": {300: 1.0}}, ("logit_bias: token id 300 is outside the target's vocabulary of 300",)),
         ({"banned_tokens": range(300)}, ("banned_tokens bans all 300 tokens", "leave one out")),
+        ({"banned_tokens": range(10**9)}, ("banned_tokens must be a list of token ids", "at most 1,048,576")),
+        ({"stop_tokens": itertools.count()}, ("stop_tokens must be a list of token ids", "at most 1,048,576")),
+        ({"max_tokens": 10**5000, "min_tokens": -1}, ("min_tokens must be in [0, max_tokens = a value of type int]",)),
     ],
     ids=shown,
 )
@@ -399,8 +506,112 @@ def test_sampling(options, parts, lm):
 def test_options_of_generate(lm):
     with refused(ConfigError, "unknown sampling option 'temprature'", "the options are temperature, top_k"):
         lm.generate("x", temprature=1.0)
-    with refused(ConfigError, "max_batch must be at least 1, found 0"):
-        lm.generate("x", max_batch=0)
+    for name in ("n", "max_batch"):
+        for value in (0, -1, 1.0, True, "2", 65_537, 10**400):
+            with refused(ConfigError, f"{name} must be at least 1, found", "at most 65,536"):
+                lm.generate("x", **{name: value})
+    assert len(lm.generate([5], max_tokens=1, n=3, max_batch=65_536)) == 3
+
+
+def test_memory_that_no_machine_has(lm):
+    for kv_memory in (2**62, 2**63, 10**400):
+        with refused(ConfigError, "kv_memory=", "cannot be allocated", "give less"):
+            lm.engine(kv_memory=kv_memory)
+    for kv_memory in (0, True, 1e9, float("inf")):
+        with refused(ConfigError, "kv_memory must be a number of bytes", "found", shown(kv_memory)):
+            lm.engine(kv_memory=kv_memory)
+
+
+# --- the caller's own classes ----------------------------------------------------------------------------------------
+
+
+class Rule:
+    """A constraint that allows everything; it fails where ``fails`` says."""
+
+    def __init__(self, fails=None):
+        self.fails = fails
+
+    def start(self):
+        return self._or_fail("start", self)
+
+    def fork(self):
+        return self._or_fail("fork", self)
+
+    def take(self, token):
+        self._or_fail("take", None)
+
+    def allowed(self):
+        if self.fails == "mask":
+            return np.ones(10)
+        return self._or_fail("allowed", np.full(2, 0xFFFFFFFF, np.uint32))
+
+    def _or_fail(self, name, value):
+        if self.fails == name:
+            raise RuntimeError("no more")
+        return value
+
+
+@pytest.mark.parametrize("fails", ["start", "fork", "take", "allowed", "mask"])
+def test_a_constraint_that_fails_ends_its_request_alone(fails, target):
+    engine = dw.Engine(Decoder(target, LookupDrafter(VOCAB, 1), budget=Budget(3)))
+    sampling = Sampling(max_tokens=12, ignore_eos=False, min_tokens=12)
+    wanted = plain(target, PROMPTS[0], sampling)
+    bad, good = engine.submit(PROMPTS[0], sampling, constraint=Rule(fails)), engine.submit(PROMPTS[0], sampling)
+    free = engine.submit(PROMPTS[0], sampling, constraint=Rule())
+    engine.run()
+    assert (tuple(good.token_ids), tuple(free.token_ids)) == (wanted, wanted)
+    assert bad.finish_reason == "error"
+    with refused(
+        ConfigError, "a NumPy array" if fails == "mask" else "the constraint failed (RuntimeError: 'no more')"
+    ):
+        raise bad.error
+
+
+@pytest.mark.parametrize("constraint", [range(5), 5, "x", object()], ids=str)
+def test_what_is_no_constraint(constraint, target):
+    engine = dw.Engine(Decoder(target))
+    with refused(ConfigError, "constraint must have a start() that returns a state, found", "LM.constraint"):
+        engine.submit(PROMPTS[0], constraint=constraint)
+    engine.submit(PROMPTS[0], Sampling(max_tokens=2))
+    engine.run()
+
+
+def test_drafters_that_are_none(target):
+    for drafter in (object(), "lookup", 5):
+        with refused(ConfigError, "drafter must be a Drafter, a function that makes one, or None, found"):
+            Decoder(target, drafter)
+    with refused(ConfigError, "a function that makes drafters must return a Drafter, found 5"):
+        Decoder(target, lambda: 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ({"path": "nothing"}, ("'mine' must be a class or 'module:Class', found 'nothing'",)),
+        ({"help": 5}, ("the help of draft method 'mine' must be one line of text, found 5",)),
+        ({"needs": "money"}, ("needs must be 'nothing', 'folder' or 'target', found 'money'",)),
+        ({"training": {"mine": 5}}, ("training must be a dict of names to TrainingMethod, found {'mine': 5}",)),
+        ({"name": ["mine"]}, ("a draft method called ['mine'] cannot be added",)),
+    ],
+)
+def test_methods_that_cannot_be_registered(arguments, parts):
+    with refused(ConfigError, *parts):
+        dw.register(**{"name": "mine", "path": "draftwing.methods.lookup:Lookup", "help": "", **arguments})
+
+
+@pytest.mark.parametrize(
+    ("path", "parts"),
+    [
+        ("draftwing.nowhere:Lookup", ("draft method 'mine': draftwing.nowhere:Lookup cannot be imported",)),
+        ("draftwing.methods.lookup:Nothing", ("Nothing cannot be imported",)),
+        ("draftwing.methods.lookup:LookupDrafter", ("its class must derive from DraftMethod, found",)),
+    ],
+)
+def test_methods_that_cannot_be_imported(path, parts, folder, monkeypatch):
+    monkeypatch.setattr(registry, "METHODS", dict(registry.METHODS))
+    dw.register("mine", path, "")
+    with refused(ConfigError, *parts):
+        load(folder, "mine")
 
 
 # --- the decode loop -------------------------------------------------------------------------------------------------
@@ -430,6 +641,36 @@ def test_steps_and_retirements_of_nothing(target):
 def test_trees(tokens, parents, parts):
     with refused(TreeError, *parts):
         DraftTree.from_lists([tokens], [parents]).check(VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "device", "parts"),
+    [
+        ([], [], "cpu", ("tokens must be one list of ints for each row, found []",)),
+        ([[]], [[]], "cpu", ("tokens must be one list of ints for each row, found [[]]",)),
+        (["ab"], [[-1, 0]], "cpu", ("tokens must be one list of ints for each row, found ['ab']",)),
+        ([[5, True]], [[-1, 0]], "cpu", ("tokens must be one list of ints",)),
+        ([[5, 2**63]], [[-1, 0]], "cpu", ("tokens must be one list of ints",)),
+        ([[5, 6]], None, "cpu", ("parents must be one list of ints for each row, found None",)),
+        ([[5, 6]], [[-1]], "cpu", ("tokens and parents must be lists of the same lengths",)),
+        ([[5, 6]], [[-1, 0], [-1]], "cpu", ("tokens and parents must be lists of the same lengths",)),
+        ([[5, 6]], [[-1, 0]], "nowhere", ("device must be a device of this machine, found 'nowhere'", "use 'cpu'")),
+    ],
+)
+def test_lists_that_make_no_trees(tokens, parents, device, parts):
+    with refused(TreeError, *parts):
+        DraftTree.from_lists(tokens, parents, device)
+
+
+def test_tensors_that_make_no_trees():
+    ids = torch.tensor([[5, 6]])
+    for tokens in (ids[0], ids.float(), ids.to("meta"), ids.int(), [[5, 6]], None):
+        with refused(TreeError, "tokens must be an int64 tensor of 2 dimensions, found"):
+            DraftTree.chain(tokens)
+        with refused(TreeError, "tokens must be an int64 tensor of 2 dimensions, found"):
+            DraftTree(tokens, ids).check()
+    with refused(TreeError, "pending must be an int64 tensor of 1 dimension, found"):
+        DraftTree.root(ids)
 
 
 def decode(decoder, wanted=()):

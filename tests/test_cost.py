@@ -296,6 +296,35 @@ MALFORMED = [None, [], 3, "costs"] + [
 ]
 
 
+def curve(*knots):
+    return {"knots": knots}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"verify": curve((1, 0.0), (2, 1.0))},
+        {"verify": curve((1, 1.0), (1, 2.0))},
+        {"verify": curve((2, 1.0), (1, 2.0))},
+        {"verify": curve((1, 2.0), (2, 1.0))},
+        {"verify": curve((-1, 1.0))},
+        {"chain": curve((1, 1.0), (2, math.inf))},
+        {"tree": curve((1, math.nan))},
+        {"per_token_of": curve((0, 1e300))},
+        {"width": 0},
+        {"width": 10**400},
+        {"context": math.inf},
+        {"busy": math.nan},
+        {"per_row": -1.0},
+        {"per_token": 1e300},
+    ],
+    ids=str,
+)
+def test_absurd_costs_are_refused(change):
+    with pytest.raises(ConfigError, match="these are no measured costs"):
+        Costs.from_dict({**VALUES, **change})
+
+
 def test_malformed_costs_are_refused():
     for values in MALFORMED:
         with refused(ConfigError, "invalid measured costs", "measure again"):

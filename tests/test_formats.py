@@ -24,9 +24,11 @@ from draftwing.loading import load_target
 from draftwing.methods.calibration import Calibration
 from draftwing.methods.eagle_net import EagleConfig, EagleNet, default_taps, tensor_shapes
 from draftwing.methods.net import TargetId
+from draftwing.methods.unroll import unroll
 from draftwing.models.config import ModelConfig, read_config
 from draftwing.models.linear import Linear
 from draftwing.text.tokenizer import Tokenizer
+from test_unroll import SlowNet
 
 VOCAB, HIDDEN, LAYERS, DRAFT = SMALL["vocab_size"], SMALL["hidden_size"], 8, 20
 SHAPE = {**SMALL, "num_hidden_layers": LAYERS, "model_type": "llama", "rope_theta": 500000.0}
@@ -487,6 +489,23 @@ def test_eagle_3_1_of_specforge_with_maps_of_the_whole_vocabulary(tmp_path):
     assert net.config.norm_output
     assert net.target_ids is None
     assert torch.equal(net.tensors()["fc_norm.1.weight"], norms["fc_norm.1.weight"])
+
+
+@pytest.mark.parametrize("norm_output", [True, False, None])
+def test_norm_output_means_what_serving_engines_mean_by_it(tmp_path, norm_output):
+    """The head always reads the normed state; with the flag, the next step does too (vLLM, SGLang, TensorRT-LLM)."""
+    norms = {f"fc_norm.{index}.weight": torch.rand(32) + 0.5 for index in range(3)}
+    tensors = {**raw_third(draft=VOCAB), **norms}
+    flag = {} if norm_output is None else {"norm_output": norm_output}
+    config = raw_config(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=VOCAB, fc_norm=True, **flag)
+    net = load(foreign(tmp_path / "head", config, tensors), torch.float64)
+    ids, features = torch.tensor([[5, 6, 7, 8, 9]]), torch.randn(1, 5, 96, dtype=torch.float64)
+    slow = SlowNet(net, {name: tensor.double() for name, tensor in tensors.items()})
+    slow.config = replace(net.config, norm_output=bool(norm_output))
+    with torch.no_grad():
+        steps = list(unroll(net, ids, features, 3))
+    for step, (_, read) in zip(steps, slow.draft(ids[0].tolist(), features[0], 0, 3), strict=True):
+        torch.testing.assert_close(step.read[0], read, rtol=1e-9, atol=1e-9)
 
 
 def test_old_names_of_sglang_and_vllm(tmp_path):

@@ -367,10 +367,11 @@ def test_streamers_hear_what_plain_decoding_says(model, drafts, given):
     for custom in (None, draftwing.custom_generate(drafts("llama")["causal-lm"])):
         tapes.append(Tape())
         eos = {"eos_token_id": ends_of(model), "pad_token_id": PAD}
-        listener = {"streamer" if custom is None else "stream_to": tapes[-1]}
-        model.generate(**given, **eos, max_new_tokens=NEW, **listener, custom_generate=custom)
-    assert tapes[0].heard == tapes[1].heard
+        other = {} if custom is None else {"stream_to": Tape()}
+        model.generate(**given, **eos, max_new_tokens=NEW, streamer=tapes[-1], **other, custom_generate=custom)
+    assert tapes[0].heard == tapes[1].heard == other["stream_to"].heard
     assert tapes[0].heard[-1] == "end"
+    assert tapes[0].heard.count("end") == 1
 
 
 def test_a_wrapper_with_our_signature_still_finds_the_streamer(model):
@@ -382,11 +383,32 @@ def test_a_wrapper_with_our_signature_still_finds_the_streamer(model):
     wrapped.__signature__ = inspect.signature(fast)
     model.generate(**ALONE, max_new_tokens=3, stream_to=tape, custom_generate=wrapped)
     assert len(tape.heard) == 5
+    other = Tape()
+    model.generate(**ALONE, max_new_tokens=3, streamer=other, custom_generate=wrapped)
+    assert other.heard == tape.heard
+
+
+def test_a_streamer_is_that_of_its_own_call(model):
+    """A streamer that itself calls ``generate`` does not hear what that call writes."""
+    fast = draftwing.custom_generate("lookup")
+
+    class Nested(Tape):
+        def end(self):
+            super().end()
+            model.generate(**ALONE, max_new_tokens=3, custom_generate=fast)
+
+    tape = Nested()
+    model.generate(**ALONE, max_new_tokens=3, streamer=tape, custom_generate=fast)
+    assert len(tape.heard) == 5
 
 
 def test_return_dict(model):
     found = model.generate(
-        **ALONE, max_new_tokens=5, return_dict_in_generate=True, custom_generate=draftwing.custom_generate("lookup")
+        **ALONE,
+        max_new_tokens=5,
+        return_dict_in_generate=True,
+        use_cache=False,
+        custom_generate=draftwing.custom_generate("lookup"),
     )
     assert isinstance(found, GenerateDecoderOnlyOutput)
     assert found.sequences.tolist() == model.generate(**ALONE, max_new_tokens=5).tolist()
@@ -512,6 +534,9 @@ REFUSED = {
         "logits_processor": LogitsProcessorList([TemperatureLogitsWarper(0.9), TemperatureLogitsWarper(0.9)]),
     },
     "RepetitionPenaltyLogitsProcessor at a place": {"sequence_bias": {(3,): 1.0}, "repetition_penalty": 1.2},
+    "assistant_model": {"assistant_model": build("llama")},
+    "synced_gpus": {"synced_gpus": True},
+    "return_dict_in_generate": {"return_dict_in_generate": True},
     "output_scores": {"return_dict_in_generate": True, "output_scores": True},
     "output_logits": {"return_dict_in_generate": True, "output_logits": True},
     "output_hidden_states": {"return_dict_in_generate": True, "output_hidden_states": True},
@@ -567,6 +592,29 @@ def test_unknown_and_lossy_rules_are_refused():
         draftwing.custom_generate("lookup", rule="mach")
     with pytest.raises(ConfigError):
         draftwing.custom_generate("lookup", rule="typical")
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"draft": object()}, "draft must be a folder, name or hub id, or a function of a target, found"),
+        ({"draft": ""}, "draft must not be empty"),
+        ({"budget": object()}, "budget must be a Budget or None"),
+        ({"lossless": "no"}, "lossless must be True or False, found 'no'"),
+        ({"seed": -1}, r"seed must be None or an int in \[0, 2\*\*63\), found -1"),
+        ({"seed": 2**63}, "seed must be None or an int in"),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_refused_at_once(options, parts):
+    with pytest.raises(ConfigError, match=parts):
+        draftwing.custom_generate(**{"draft": "lookup", **options})
+    with pytest.raises(TokenizerError, match="expected a fast tokenizer"):
+        draftwing.custom_generate("lookup", tokenizer=object())
+
+
+def test_a_function_that_makes_no_drafter_is_refused(model):
+    with pytest.raises(ConfigError, match="must return a Drafter, found 5"):
+        model.generate(**ALONE, custom_generate=draftwing.custom_generate(lambda target: 5))
 
 
 def test_every_refused_setting_exists():

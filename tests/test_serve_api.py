@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import draftwing as dw
-from conftest import add_tokenizer
+from conftest import add_tokenizer, refused
 from draftwing.budget.costs import Costs, Curve
 from draftwing.budget.planner import Planner
 from draftwing.engine import EngineStats
+from draftwing.errors import SamplingError
 from draftwing.methods.lookup import LookupDrafter
 from draftwing.models.paged import PAGE
 from draftwing.request import Request
@@ -21,6 +22,7 @@ from draftwing.sampling import Sampling
 from draftwing.sampling_options import nth_seed
 from draftwing.serve.app import Settings, make_app
 from draftwing.serve.auth import Guard
+from draftwing.serve.convert import Defaults
 from draftwing.serve.metrics import Metrics
 from draftwing.serve.stream import speculation_metrics
 from draftwing.stats import RowStep
@@ -278,6 +280,27 @@ def test_defaults_come_from_the_model_and_the_server(folder_of, tmp_path_factory
     for fields, num_tokens in (({}, 5), ({"max_tokens": 7}, 7)):
         answer = chat(app_of(lm, max_tokens=5), "x", temperature=0, extra_body={"ignore_eos": True}, **fields)
         assert answer.usage.completion_tokens == num_tokens
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [({"top_k": -1}, None), ({"top_k": 0}, None), ({"top_k": 50.0}, 50), ({"top_k": 4}, 4)],
+    ids=str,
+)
+def test_defaults_as_other_servers_read_them(content, expected, folder_of, tmp_path_factory):
+    folder = chat_folder(folder_of, tmp_path_factory)
+    (folder / "generation_config.json").write_text(json.dumps(content))
+    lm = load(folder)
+    assert Defaults.for_model(lm, lm.engine()).sampling.get("top_k") == expected
+
+
+@pytest.mark.parametrize("content", [{"top_p": 0.0}, {"repetition_penalty": 0}, {"top_k": 1.5}, {"top_k": -2}], ids=str)
+def test_defaults_that_are_wrong_name_the_file(content, folder_of, tmp_path_factory):
+    folder = chat_folder(folder_of, tmp_path_factory)
+    (folder / "generation_config.json").write_text(json.dumps(content))
+    lm = load(folder)
+    with refused(SamplingError, "generation_config.json: ", *content, "found", "correct it, or remove it"):
+        Defaults.for_model(lm, lm.engine())
 
 
 # --- streams ---------------------------------------------------------------------------------------------------------

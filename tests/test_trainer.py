@@ -7,6 +7,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import time
@@ -431,6 +432,53 @@ def test_folders_that_cannot_hold_a_run(folder, tmp_path):
     (tmp_path / "cut" / CHECKPOINT).write_bytes(b"PK\x03\x04 half a checkpoint")
     with pytest.raises(CheckpointError, match=r"checkpoint\.pt cannot be read \(.*delete it to restart this run"):
         make(folder, tmp_path / "cut").run()
+
+
+def smaller(state):
+    state["average"] = {name: tensor[:1].clone() for name, tensor in state["net"].items()}
+
+
+def smaller_moments(state):
+    moments = state["optimizers"][0]["state"]
+    moments[0]["exp_avg"] = torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda state: state.pop("net"),
+        lambda state: state.update(net={}),
+        lambda state: state.update(net=5),
+        lambda state: state.update(options=[1]),
+        lambda state: state.update(iteration="3"),
+        lambda state: state.update(iteration=-1),
+        lambda state: state.update(seconds=float("nan")),
+        lambda state: state.update(replanned=10**9),
+        lambda state: state.update(calibration={"other": 3}),
+        lambda state: state.update(optimizers=[]),
+        lambda state: state.update(optimizers=[5]),
+        lambda state: state["average"].update(other=torch.ones(1)),
+        smaller,
+        smaller_moments,
+    ],
+)
+def test_checkpoints_of_something_else(damage, finished, folder, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    state = read_checkpoint(tmp_path / "run")
+    damage(state)
+    torch.save(state, tmp_path / "run" / CHECKPOINT)
+    with pytest.raises(CheckpointError, match=r"choose another --out|found"):
+        make(folder, tmp_path / "run", iterations=2).run()
+
+
+def test_checkpoints_that_are_no_dict_or_no_file(folder, tmp_path):
+    torch.save([1], tmp_path / CHECKPOINT)
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        make(folder, tmp_path).run()
+    (tmp_path / CHECKPOINT).unlink()
+    os.mkfifo(tmp_path / CHECKPOINT)
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        make(folder, tmp_path).run()
 
 
 # --- what is trained -------------------------------------------------------------------------------------------------

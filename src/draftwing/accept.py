@@ -333,6 +333,8 @@ def get_rule(name: str | Rule, *, lossless: bool = True) -> Rule:
     Raises:
         ConfigError: an unknown name, or a lossy rule while ``lossless`` is asked for.
     """
+    if not isinstance(lossless, bool):
+        raise ConfigError(f"lossless must be True or False, found {shown(lossless)}")
     rule = RULES.get(name) if isinstance(name, str) else name
     if not isinstance(rule, Rule):
         raise ConfigError(f"unknown acceptance rule {shown(name)}: choose one of {', '.join(RULES)}")

@@ -6,9 +6,11 @@ mask at every node of a draft tree, so the text does not depend on the draft.
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
+
+from draftwing.errors import ConfigError, DraftwingError, shown
 
 
 class State(Protocol):
@@ -34,13 +36,31 @@ class State(Protocol):
         ...
 
 
-@runtime_checkable
 class Constraint(Protocol):
     """An immutable constraint on a text, which requests and threads may share."""
 
     def start(self) -> State:
         """Return the state before the first generated token."""
         ...
+
+
+def as_own_error(error: Exception) -> DraftwingError:
+    """Return the error with which a request ends whose constraint has raised ``error``."""
+    if isinstance(error, DraftwingError):
+        return error
+    found = ConfigError(
+        f"the constraint failed ({type(error).__name__}: {shown(str(error))}): its states must have allowed(), take() "
+        f"and fork() (see draftwing.constraint.State)"
+    )
+    found.__cause__ = error
+    return found
+
+
+def check_mask(words: object) -> np.ndarray:
+    """Return a mask. Raises ConfigError if it is none."""
+    if not isinstance(words, np.ndarray) or words.ndim != 1 or words.dtype != np.uint32:
+        raise ConfigError(f"a constraint's allowed() must return a NumPy array (W,) of uint32, found {shown(words)}")
+    return words
 
 
 def has_bit(words: np.ndarray, token: int) -> bool:

@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from types import NoneType
 from typing import cast
 
 import torch
@@ -24,11 +25,12 @@ from torch import Tensor
 
 from draftwing.accept import Rule, get_rule
 from draftwing.budget.planner import Planner
+from draftwing.checks import AT_MOST_BATCH, MAX_BATCH, Argument, check_arguments
 from draftwing.cpu.noise import noise_of
 from draftwing.errors import ConfigError, DraftwingError, DraftwingWarning, UnsupportedError, shown
 from draftwing.limits import RowBudgets, budget_for_rule, names_of
 from draftwing.masks import Masks
-from draftwing.methods.base import Budget, Drafter, NoDrafter
+from draftwing.methods.base import Budget, Drafter, NoDrafter, check_drafter
 from draftwing.models.context import Context, Row, TargetOutput
 from draftwing.models.lean import LeanContext, LeanTarget
 from draftwing.models.paged import PAGE, PagedCache, PageTable
@@ -45,6 +47,16 @@ from draftwing.tree import Accepted, DraftTree, Emitted
 
 MAX_ROWS = 256  # with kv_memory, if no number is given
 MAX_FAULTS = 3  # in a row, after which a drafter is given up
+_ARGUMENTS = {
+    "target": Argument((Target,), "a Target, as from load_target() or LM.target"),
+    "drafter": Argument((Drafter, Callable, NoneType), "a Drafter, a function that makes one, or None"),  # type: ignore[arg-type]
+    "budget": Argument((Budget, NoneType), "a Budget or None", "write Budget(5) for chains of 5"),
+    "planner": Argument((Planner, NoneType), "a Planner or None"),
+    "turn": Argument((type(threading.RLock()), NoneType), "a threading.RLock or None"),
+    "kv_memory": Argument((int, NoneType), "a number of bytes", "2 << 30 is 2 GiB", 1),
+    "max_batch": Argument((int, NoneType), "at least 1", AT_MOST_BATCH, 1, MAX_BATCH),
+    "sampling": Argument((Sampling,), "a Sampling", "write Sampling(temperature=0.8)"),
+}
 _MIN_DEPTH = 8  # to which drafts near the end of a request are cut at most
 
 
@@ -167,19 +179,26 @@ class Decoder:
         kv_memory: int | None = None,
         max_batch: int | None = None,
     ) -> None:
+        values = {"target": target, "drafter": drafter, "budget": budget, "planner": planner, "turn": turn}
+        check_arguments(_ARGUMENTS, {**values, "kv_memory": kv_memory, "max_batch": max_batch})
         self.target, self._planner = target, planner
         self.rule = get_rule(rule, lossless=lossless)
         self.budget = self.checked(budget or Budget())
         self._new_drafter = drafter if callable(drafter) else NoDrafter if drafter is None else None
         self.pages: PageTable | None = None
         if kv_memory is not None:
-            self._check_memory(kv_memory)
+            self._check_pages()
             # One more row that is being read, and those that only fill a recording's bucket.
             num_rows = -(-((max_batch or MAX_ROWS) + 1) // 16) * 16
             self.pages = PageTable(num_rows, target.max_length)
             with self.pages.making():
                 self._make(drafter)
-            self.pages.allocate(kv_memory)
+            try:
+                self.pages.allocate(kv_memory)
+            except (MemoryError, OverflowError, RuntimeError, TypeError) as error:  # depending on how large it is
+                raise ConfigError(
+                    f"kv_memory={shown(kv_memory)} cannot be allocated ({type(error).__name__}): give less"
+                ) from error
             self._lead(self.ctx)
         else:
             self._make(drafter)
@@ -206,12 +225,11 @@ class Decoder:
         self._changing = False  # the rows of target and drafter may disagree
 
     def _make(self, drafter: Drafter | Callable[[], Drafter] | None) -> None:
-        self.drafter: Drafter = drafter() if callable(drafter) else drafter or NoDrafter()
+        self.drafter: Drafter = drafter() if callable(drafter) else NoDrafter() if drafter is None else drafter
+        check_drafter(self.drafter)
         self.ctx = self.target.new_context(self.drafter.features)
 
-    def _check_memory(self, kv_memory: int) -> None:
-        if isinstance(kv_memory, bool) or not isinstance(kv_memory, int) or kv_memory < 1:
-            raise ConfigError(f"kv_memory must be a number of bytes, found {shown(kv_memory)}: 2 << 30 is 2 GiB")
+    def _check_pages(self) -> None:
         if not self.target.supports_pages:
             raise UnsupportedError(
                 f"{self.target.name} runs in transformers, which manages its own KV cache: leave kv_memory out, or "
@@ -248,6 +266,7 @@ class Decoder:
 
     def check(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         """Raise PromptError or SamplingError if such a request cannot be decoded."""
+        check_arguments(_ARGUMENTS, {"sampling": sampling})
         sampling.check_vocabulary(self.target.vocab_size)
         self.target.check_prompt(prompt_ids)
 
@@ -377,11 +396,12 @@ class Decoder:
         """
         with self._turn:
             self.recover()
-            request = next((request for request in self.running if request.id == request_id), None)
+            is_id = isinstance(request_id, int)
+            request = next((request for request in self.running if is_id and request.id == request_id), None)
             if request is None:
                 raise ConfigError(
-                    f"request {request_id} is not running: it finished, or was never admitted; retire only ids from "
-                    f"admit() that no step has finished"
+                    f"request {shown(request_id)} is not running: it finished, or was never admitted; retire only ids "
+                    f"from admit() that no step has finished"
                 )
             request.finish_reason = "cancelled"
             self.drop_ended()

@@ -18,8 +18,11 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from operator import index
+from numbers import Integral
+from types import NoneType
+from typing import Any
 
+from draftwing.checks import AT_MOST_BATCH, MAX_BATCH, MAX_TOKENS, Argument, check_arguments, listed
 from draftwing.constraint import Constraint
 from draftwing.decode import MAX_ROWS, Decoder, Prefill
 from draftwing.errors import ConfigError, DraftwingError, PromptError, SlotsError, shown
@@ -30,7 +33,7 @@ from draftwing.request import Request
 from draftwing.runtime.forward import PREFILL_CHUNK
 from draftwing.sampling import Sampling
 from draftwing.stats import Step
-from draftwing.text.tokenizer import TokenDecoder
+from draftwing.text.tokenizer import TokenDecoder, check_decoder
 
 OPTIMISM = 0.5  # share of the remaining tokens that requests are expected not to need: most end early
 # Tokens of prompts that a step on a CPU reads next to its rows, which wait that long. More tokens are not faster each;
@@ -39,6 +42,16 @@ PREFILL_PIECE = 128
 EXTRA_NODES = 64  # slots for nodes that a drafter wants scored in addition to its tree
 
 Speculation = Budget | AtMost | str | None  # see ``Engine.submit``
+
+_ARGUMENTS = {
+    "decoder": Argument((Decoder,), "a Decoder, as from LM.decoder()"),
+    "max_batch": Argument((int, NoneType), "at least 1", AT_MOST_BATCH, 1, MAX_BATCH),
+    "optimism": Argument((int, float), "a number from 0 to 1", least=0, most=1),
+    "priority": Argument((int,), "a whole number", "0 is that of most requests"),
+    "deadline": Argument((int, float, NoneType), "seconds of time.monotonic() or None", least=-math.inf),
+    "request": Argument((Request,), "a Request, as from Engine.submit()"),
+    "num_prompt_tokens": Argument((int,), "a whole number"),
+}
 
 
 @dataclass(frozen=True)
@@ -127,10 +140,9 @@ class Engine:
         tokenizer: TokenDecoder | None = None,
         optimism: float = OPTIMISM,
     ) -> None:
-        if max_batch is not None and (isinstance(max_batch, bool) or not isinstance(max_batch, int) or max_batch < 1):
-            raise ConfigError(f"max_batch must be at least 1, found {max_batch!r}: give a whole number")
-        if isinstance(optimism, bool) or not isinstance(optimism, int | float) or not 0 <= optimism <= 1:
-            raise ConfigError(f"optimism must be a number from 0 to 1, found {optimism!r:.60}")
+        check_arguments(_ARGUMENTS, {"decoder": decoder, "max_batch": max_batch, "optimism": optimism})
+        if tokenizer is not None:
+            check_decoder(tokenizer)
         self.decoder, self._tokenizer, self._optimism = decoder, tokenizer, optimism
         self._max_batch = max_batch or (math.inf if decoder.pages is None else MAX_ROWS)
         decoder.is_lone = max_batch == 1
@@ -199,7 +211,8 @@ class Engine:
         Raises:
             PromptError, SamplingError, ConfigError: it cannot be decoded.
         """
-        sampling = sampling or Sampling()
+        check_arguments(_ARGUMENTS, {"priority": priority, "deadline": deadline})
+        sampling = Sampling() if sampling is None else sampling
         self.decoder.check(prompt_ids, sampling)
         budget = self._checked_speculation(speculation)
         self._check_room(prompt_ids, sampling, budget)
@@ -209,12 +222,6 @@ class Engine:
         if drafts is not None:
             drafts = check_drafts(drafts, self.decoder.draft_names)
             budget = budget if drafts else self.decoder.checked(Budget(0))
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise ConfigError(f"priority must be a whole number, found {shown(priority)}: 0 is that of most requests")
-        if deadline is not None and (
-            isinstance(deadline, bool) or not isinstance(deadline, int | float) or math.isnan(deadline)
-        ):
-            raise ConfigError(f"deadline must be seconds of time.monotonic() or None, found {shown(deadline)}")
         request = Request(
             next(self._ids), prompt_ids, sampling, budget, self._tokenizer, reference_ids,
             constraint, drafts, priority, deadline,
@@ -227,11 +234,11 @@ class Engine:
     def _checked_speculation(self, speculation: Speculation) -> Budget | AtMost | None:
         if speculation is None or isinstance(speculation, AtMost):
             return speculation
-        if speculation == "none":
+        if isinstance(speculation, str) and speculation == "none":
             return self.decoder.checked(Budget(0))
         if not isinstance(speculation, Budget):
             raise ConfigError(
-                f"speculation must be a Budget, 'none' or None, found {speculation!r:.60}: write Budget(5) for chains "
+                f"speculation must be a Budget, 'none' or None, found {shown(speculation)}: write Budget(5) for chains "
                 f"of 5 tokens"
             )
         return self.decoder.checked(speculation)
@@ -248,6 +255,7 @@ class Engine:
 
     def room_for(self, num_prompt_tokens: int) -> int:
         """The most tokens that may follow such a prompt, by memory and context; below 1 for none."""
+        check_arguments(_ARGUMENTS, {"num_prompt_tokens": num_prompt_tokens})
         return self._room(num_prompt_tokens, None)
 
     def _room(self, num_prompt_tokens: int, budget: Budget | AtMost | None) -> int:
@@ -259,6 +267,7 @@ class Engine:
 
     def cancel(self, request: Request) -> None:
         """End a request after the current step, with the finish reason ``cancelled``, unless it has ended."""
+        check_arguments(_ARGUMENTS, {"request": request})
         request.finish_reason = request.finish_reason or "cancelled"
         self._has_cancelled = True
 
@@ -489,17 +498,22 @@ def tree_slots(budgets: Sequence[Budget]) -> int:
     return 1 + EXTRA_NODES + max(levels, nodes)
 
 
-def _checked_references(references: Sequence[Sequence[int]], vocab_size: int) -> list[list[int]]:
+def _checked_references(references: Any, vocab_size: int) -> list[list[int]]:
     """References as lists of ids. Raises PromptError if they are something else."""
-    try:
-        ids = [list(map(index, reference)) for reference in references]
-        if not any(isinstance(reference, str) for reference in references) and all(
-            0 <= token < vocab_size for reference in ids for token in reference
-        ):
-            return ids
-    except TypeError:
-        pass
-    raise PromptError(
-        f"references must be lists of token ids from 0 to {vocab_size - 1:,}, found {shown(references)}: encode each "
-        f"text first"
-    )
+    lists = None if isinstance(references, str) else listed(references, MAX_TOKENS)
+    ids = None if lists is None else [_ids(reference, vocab_size) for reference in lists]
+    if ids is None or None in ids:
+        raise PromptError(
+            f"references must be lists of token ids from 0 to {vocab_size - 1:,}, found {shown(references)}: encode "
+            f"each text first"
+        )
+    return [each for each in ids if each is not None]
+
+
+def _ids(tokens: object, vocab_size: int) -> list[int] | None:
+    """Return tokens as a list of ints; None if they are something else."""
+    items: list[Any] | None = None if isinstance(tokens, str) else listed(tokens, MAX_TOKENS)
+    if items is None or any(type(token) is bool or not isinstance(token, Integral) for token in items):
+        return None
+    ids = list(map(int, items))
+    return ids if all(0 <= token < vocab_size for token in ids) else None

@@ -7,6 +7,7 @@ at different speeds, but streamers and stopping criteria see them column by colu
 
 from __future__ import annotations
 
+import inspect
 import math
 import threading
 import warnings
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -23,11 +25,12 @@ from torch import Tensor
 from draftwing.accept import get_rule
 from draftwing.budget.measure import planner_for
 from draftwing.budget.planner import Planner
+from draftwing.checks import Argument, check_arguments
 from draftwing.decode import Decoder, loop_of
 from draftwing.engine import Engine
-from draftwing.errors import DraftwingWarning, TokenizerError, UnsupportedError
+from draftwing.errors import ConfigError, DraftwingWarning, TokenizerError, UnsupportedError, shown
 from draftwing.loading import load_drafter
-from draftwing.methods.base import Budget, Drafter
+from draftwing.methods.base import Budget, Drafter, check_drafter
 from draftwing.models.adapter import CACHES, AdapterTarget
 from draftwing.models.resolve import resolve
 from draftwing.models.target import Target
@@ -38,6 +41,12 @@ from draftwing.stats import Stats
 from draftwing.text.tokenizer import Tokenizer
 
 Draft = str | Path | Callable[[Target], Drafter]
+
+_ARGUMENTS = {
+    "draft": Argument((str, Path, Callable), "a folder, name or hub id, or a function of a target"),  # type: ignore[arg-type]
+    "budget": Argument((Budget, NoneType), "a Budget or None", "write Budget(5) for chains of 5"),
+    "seed": Argument((int, NoneType), "None or an int in [0, 2**63)", least=0, most=2**63 - 1),
+}
 
 _WITHOUT = "generate without custom_generate"
 _LEAVE_OUT = "Draftwing drafts by itself: leave it out"
@@ -109,12 +118,9 @@ def custom_generate(
     half precision a forward over several tokens rounds differently, and tokens with equal logits may swap. It is made
     for batch 1; the rows of a batch are decoded separately.
 
-    ``generate`` does not pass on three of its arguments:
-
-    - ``streamer`` receives only the prompt. Use ``stream_to`` instead:
-      ``model.generate(**inputs, custom_generate=fast, stream_to=streamer)``.
-    - ``assistant_model`` is ignored in favour of ``draft``, which does not change the text.
-    - ``tokenizer`` must be passed here if ``stop_strings`` are used.
+    ``generate`` does not pass all of its arguments on. ``streamer`` is found nevertheless; ``assistant_model`` and
+    ``synced_gpus`` are refused by name; ``tokenizer`` must be passed here if ``stop_strings`` are used. Draftwing does
+    not return its cache, so ``return_dict_in_generate`` needs ``use_cache=False``.
 
     Args:
         draft: a folder, name or hub id of an EAGLE head (in any layout) or of a smaller causal LM with the same
@@ -127,9 +133,18 @@ def custom_generate(
             checked to have the same tokenizer; ``stop_strings`` need it too.
 
     Raises:
-        ConfigError: an unknown or lossy rule.
+        ConfigError: an unknown or lossy rule, or an argument of a wrong type.
+        TokenizerError: ``tokenizer`` is none of those.
     """
     get_rule(rule, lossless=lossless)
+    check_arguments(_ARGUMENTS, {"draft": draft, "budget": budget, "seed": seed})
+    if isinstance(draft, str) and not draft:
+        raise ConfigError("draft must not be empty: use 'none' for no drafts")
+    if not (tokenizer is None or isinstance(tokenizer, str | Path) or hasattr(tokenizer, "backend_tokenizer")):
+        raise TokenizerError(
+            f"tokenizer: expected a fast tokenizer of transformers, a folder or a hub id, found {shown(tokenizer)}: "
+            f"give the model's folder"
+        )
     return CustomGenerate(draft, budget, rule, lossless, seed, tokenizer)
 
 
@@ -175,6 +190,7 @@ class CustomGenerate:
         ``generate`` passes ``stop_strings``, ``seed`` and ``stream_to`` on because they are in this signature.
 
         Args:
+            stream_to: a second streamer, which receives the same tokens as ``generate``'s own.
             prepared: logits processors, stopping criteria and the model's inputs.
 
         Returns:
@@ -191,8 +207,19 @@ class CustomGenerate:
         from transformers.generation.utils import GenerateDecoderOnlyOutput
 
         processors, criteria = prepared.pop("logits_processor", ()), [*prepared.pop("stopping_criteria", ())]
+        streamer = _read_arguments(model)
         _check_settings(model, generation_config)
+        if generation_config.return_dict_in_generate and prepared.get("use_cache", True):
+            raise UnsupportedError(
+                f"generate's return_dict_in_generate=True would return the cache, which Draftwing does not: add "
+                f"use_cache=False, or {_WITHOUT}"
+            )
         _check_inputs(prepared)
+        check_arguments(_ARGUMENTS, {"seed": seed})
+        if stream_to is not None and not (
+            callable(getattr(stream_to, "put", None)) and callable(getattr(stream_to, "end", None))
+        ):
+            raise ConfigError(f"stream_to must be a streamer with put() and end(), found {shown(stream_to)}")
         prompts = _read_prompts(input_ids, prepared.get("attention_mask"), prepared.get("position_ids"))
         sampling = _read_sampling(processors, bool(generation_config.do_sample), input_ids.shape[1])
         sampling = with_seed(replace(sampling, seed=self.seed if seed is None else seed))
@@ -205,10 +232,11 @@ class CustomGenerate:
                 )
             if isinstance(tokenizer, str | Path):
                 tokenizer = Tokenizer(resolve(tokenizer)).pretrained
-            strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
-            criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=strings))
+            strings = Sampling(stop=stop_strings).stop  # type: ignore[arg-type]  # checks them
+            criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=list(strings)))
         setup = self._prepare(model)
         target, drafter = setup.target, setup.new_drafter()
+        check_drafter(drafter)
         drafts = drafter.drafts
         if drafts and not target.supports_trees:
             raise UnsupportedError(
@@ -228,7 +256,8 @@ class CustomGenerate:
         if stream_to is not None:
             stream_to.put(input_ids.cpu())
         vocab_size = target.vocab_size
-        columns, self.stats = _decode(engine, prompts, sampling, ends, int(pad or 0), vocab_size, stream_to)
+        streamers = [each for each in (streamer, stream_to) if each is not None]
+        columns, self.stats = _decode(engine, prompts, sampling, ends, int(pad or 0), vocab_size, streamers)
         new = torch.tensor(columns, dtype=input_ids.dtype, device=input_ids.device).T
         sequences = torch.cat([input_ids, new], 1)
         if not generation_config.return_dict_in_generate:
@@ -252,11 +281,6 @@ class CustomGenerate:
                 tokenizer = self.tokenizer
                 if isinstance(tokenizer, str | Path):
                     tokenizer = Tokenizer(resolve(tokenizer))
-                elif tokenizer is not None and not hasattr(tokenizer, "backend_tokenizer"):
-                    raise TokenizerError(
-                        f"tokenizer: expected a fast tokenizer of transformers, a folder or a hub id, found "
-                        f"{type(tokenizer).__name__}: give the model's folder"
-                    )
                 elif tokenizer is not None:
                     tokenizer = Tokenizer.from_transformers(tokenizer)
                 new_drafter = load_drafter(self.draft, target, tokenizer, device=target.device)
@@ -264,6 +288,32 @@ class CustomGenerate:
                 new_drafter = partial(self.draft, target)
             prepared = self._prepared[model] = _Prepared(stamp, target, new_drafter)
             return prepared
+
+
+def _read_arguments(model: Any) -> Any:
+    """Return the streamer that ``generate`` was called with; None without one.
+
+    ``generate`` does not pass ``streamer``, ``assistant_model`` and ``synced_gpus`` to a custom loop, and ignoring them
+    would leave a streamer's reader waiting forever. So they are read from its frame.
+
+    Raises:
+        UnsupportedError: ``assistant_model`` or ``synced_gpus`` is given.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and not (frame.f_code.co_name == "generate" and frame.f_locals.get("self") is model):
+        frame = frame.f_back
+    given = {} if frame is None else frame.f_locals
+    if given.get("assistant_model") is not None:
+        raise UnsupportedError(
+            "generate's assistant_model is not supported by Draftwing: save it to a folder and use "
+            "draftwing.custom_generate(folder), or leave it out"
+        )
+    if given.get("synced_gpus"):
+        raise UnsupportedError(
+            f"generate's synced_gpus=True is not supported: Draftwing decodes within one process: leave it out, or "
+            f"{_WITHOUT}"
+        )
+    return given.get("streamer")
 
 
 def _check_settings(model: Any, config: Any) -> None:
@@ -279,7 +329,7 @@ def _check_settings(model: Any, config: Any) -> None:
     for setting, (neutral, fix) in SETTINGS.items():
         value = getattr(config, setting, None)
         if value is not None and value not in neutral:
-            raise UnsupportedError(f"generate's {setting}={value!r:.60} is not supported by Draftwing: {fix}")
+            raise UnsupportedError(f"generate's {setting}={shown(value)} is not supported by Draftwing: {fix}")
     for setting in _OUTPUTS if config.return_dict_in_generate else ():
         if getattr(config, setting, None):
             raise UnsupportedError(
@@ -464,11 +514,11 @@ def _decode(
     ends: _Ends,
     pad: int,
     vocab_size: int,
-    streamer: Any,
+    streamers: Sequence[Any],
 ) -> tuple[list[list[int]], Stats]:
     """Return the new tokens as columns with one token per row, and the statistics.
 
-    A column is complete, and sent to the streamer, when the last row has reached it. Rows that have ended are filled
+    A column is complete, and sent to the streamers, when the last row has reached it. Rows that have ended are filled
     with ``pad``. Rows after the first derive their seeds from the first one's.
     """
     end_tokens = tuple(token for token in ends.tokens if 0 <= token < vocab_size)  # some models use -1 for none
@@ -491,11 +541,11 @@ def _decode(
                 break
             columns.append([pad if row is None else row[len(columns)] for row in rows])
             ended = [old or new for old, new in zip(ended, ends(columns[-1], len(columns)), strict=True)]
-            if streamer is not None:
+            for streamer in streamers:
                 streamer.put(torch.tensor(columns[-1]))
         for request, is_over in zip(requests, ended, strict=True):
             if is_over and (ends.pads or all(ended)):
                 engine.cancel(request)
-    if streamer is not None:
+    for streamer in streamers:
         streamer.end()
     return columns, stats

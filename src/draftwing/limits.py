@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from draftwing.accept import Rule
 from draftwing.budget.planner import Planner
-from draftwing.constraint import Constraint
+from draftwing.checks import listed
 from draftwing.errors import ConfigError, shown
 from draftwing.methods.base import MAX_NODES, Budget, Drafter
 from draftwing.models.context import Context
@@ -124,7 +124,7 @@ def names_of(drafter: Drafter) -> tuple[str, ...]:
 
 def check_constraint(constraint: object, sampling: Sampling) -> None:
     """Raise ConfigError if a request cannot be decoded under ``constraint``."""
-    if not isinstance(constraint, Constraint):
+    if not callable(getattr(constraint, "start", None)):
         raise ConfigError(
             f"constraint must have a start() that returns a state, found {shown(constraint)}: pass the result of "
             f"LM.constraint(...)"
@@ -137,12 +137,13 @@ def check_constraint(constraint: object, sampling: Sampling) -> None:
 
 def check_drafts(drafts: object, loaded: Sequence[str]) -> tuple[str, ...]:
     """Return the drafts that a request selects; raise ConfigError if one is not loaded."""
-    if isinstance(drafts, str) or not isinstance(drafts, Sequence | set | frozenset):
-        raise ConfigError(f"drafts must be a list of names, found {shown(drafts)}: write [{drafts!r:.60}]")
-    for name in drafts:
-        if name not in loaded:
+    names = None if isinstance(drafts, str) else listed(drafts, 1000)
+    if names is None:
+        raise ConfigError(f"drafts must be a list of names, found {shown(drafts)}: write [{shown(drafts)}]")
+    for name in names:
+        if not isinstance(name, str) or name not in loaded:
             raise ConfigError(
                 f"drafts: {shown(name)} is not loaded: choose among {', '.join(loaded)}, or load the model with "
                 f"draft='... + ...'"
             )
-    return tuple(drafts)
+    return tuple(names)

@@ -7,11 +7,13 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import NoneType
 from typing import Any
 
 from draftwing.budget.costs import Costs
 from draftwing.budget.measure import costs_of, planner_for
 from draftwing.budget.planner import Planner
+from draftwing.checks import AT_MOST_BATCH, MAX_BATCH, Argument, check_arguments
 from draftwing.constraint import Constraint
 from draftwing.decode import Decoder, loop_of
 from draftwing.engine import Engine, Speculation
@@ -25,6 +27,16 @@ from draftwing.stats import Logprob, Stats, Step
 from draftwing.text.grammar import GrammarLike, Grammars, as_grammar
 from draftwing.text.prompts import Prompt, as_list, check_prompt
 from draftwing.text.tokenizer import Tokenizer
+
+_ARGUMENTS = {
+    "target": Argument((Target,), "a Target, as from load_target()"),
+    "tokenizer": Argument((Tokenizer,), "a Tokenizer, as from Tokenizer(folder)"),
+    "new_drafter": Argument((Callable, NoneType), "a function that makes a drafter, or None"),  # type: ignore[arg-type]
+    "budget": Argument((Budget, NoneType), "a Budget or None", "write Budget(5) for chains of 5"),
+    "n": Argument((int,), "at least 1", AT_MOST_BATCH, 1, MAX_BATCH),
+    "max_batch": Argument((int, NoneType), "at least 1", AT_MOST_BATCH, 1, MAX_BATCH),
+    "on_step": Argument((Callable, NoneType), "a function of an index and a StreamStep, or None"),  # type: ignore[arg-type]
+}
 
 
 @dataclass(frozen=True)
@@ -120,10 +132,10 @@ class LM:
         *,
         lossless: bool = True,
     ) -> None:
-        if budget is not None and not isinstance(budget, Budget):
-            raise ConfigError(f"budget must be a Budget or None, found {budget!r:.60}: write Budget(5) for chains of 5")
+        values = {"target": target, "tokenizer": tokenizer, "new_drafter": new_drafter, "budget": budget}
+        check_arguments(_ARGUMENTS, values)
         self.target, self.tokenizer = target, tokenizer
-        self.new_drafter: Callable[[], Drafter] = new_drafter or NoDrafter
+        self.new_drafter: Callable[[], Drafter] = NoDrafter if new_drafter is None else new_drafter
         self.rule, self.lossless = rule, lossless
         self.budget = budget
         self._planner: Planner | None = None
@@ -207,7 +219,7 @@ class LM:
         return None if grammar is None else self._grammars.constraint(as_grammar(grammar))
 
     def _encode_references(self, references: Sequence[str]) -> list[list[int]]:
-        if not isinstance(references, list | tuple) or not all(isinstance(text, str) for text in references):
+        if type(references) not in (list, tuple) or not all(isinstance(text, str) for text in references):
             raise ConfigError(f"references must be a list of texts, found {shown(references)}: put each text into it")
         return [self.tokenizer.encode_plain(text) for text in references]
 
@@ -316,11 +328,10 @@ class LM:
             ConfigError, PromptError, SamplingError: invalid arguments; raised before any work is done.
             NumericsError: the logits of the only generation are not finite.
         """
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ConfigError(f"n must be at least 1, found {n!r}: give a whole number")
+        check_arguments(_ARGUMENTS, {"n": n, "max_batch": max_batch, "on_step": on_step})
         listed = as_list(prompts)
         samplings = one_each(sampling, len(listed), options)
-        rows = 1 if len(listed) * n == 1 and isinstance(max_batch, int) and max_batch > 1 else max_batch
+        rows = 1 if len(listed) * n == 1 and max_batch is not None and max_batch > 1 else max_batch
         engine, reference_ids = self.engine(max_batch=rows), self._encode_references(references)
         limits: Any = {"speculation": speculation, "references": reference_ids, "constraint": self.constraint(grammar)}
         requests = [

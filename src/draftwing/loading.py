@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any, TypedDict, Unpack
 
 import torch
 
-from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
+from draftwing.accept import get_rule
+from draftwing.checks import Argument, check_arguments
+from draftwing.errors import CheckpointError, ConfigError, UnsupportedError, shown
+from draftwing.files import read_json
 from draftwing.lm import LM
 from draftwing.methods.base import Budget, Drafter
 from draftwing.methods.registry import drafter_maker
@@ -29,6 +32,14 @@ DTYPES = {
     "float16": torch.float16,
 }
 Dtype = str | torch.dtype
+
+
+_ARGUMENTS = {
+    "target": Argument((str, Path, NoneType), "a folder or a hub id", "give a string or a Path"),
+    "draft": Argument((str, Path, NoneType), "a folder or a hub id", "give a string or a Path"),
+    "revision": Argument((str, NoneType), "a branch, tag or commit, or None"),
+    "budget": Argument((Budget, NoneType), "a Budget or None", "write Budget(5) for chains of 5"),
+}
 
 
 class ModelOptions(TypedDict, total=False):
@@ -83,12 +94,12 @@ def load(
     Raises:
         CheckpointError, ConfigError, TokenizerError: the message names the cause and the fix.
     """
-    if budget is not None and not isinstance(budget, Budget):
-        raise ConfigError(f"budget must be a Budget or None, found {budget!r:.60}: write Budget(5) for chains of 5")
-    if target is not None:
-        _check_name("target", target)
-    if draft is not None:
-        _check_name("draft", draft)
+    names = {"target": target, "draft": draft, "revision": model.get("revision")}
+    check_arguments(_ARGUMENTS, {**names, "budget": budget})
+    get_rule(rule, lossless=lossless)
+    for name in ("target", "draft"):
+        if names[name] is not None and not str(names[name]):
+            raise ConfigError(f"{name} must be a folder or a hub id, found '': leave it out for the default")
     unknown = sorted(model.keys() - ModelOptions.__annotations__.keys())
     if unknown:
         raise TypeError(f"load() got an unexpected keyword argument {unknown[0]!r}")
@@ -121,8 +132,8 @@ def load_target(
     prepack: bool = True,
 ) -> Target:
     """Load a folder as a ``Target``. See ``load``; ``prepack=False`` keeps the weights as tensors."""
-    if engine not in ("auto", "lean", "transformers"):
-        raise ConfigError(f"unknown engine {engine!r}: choose auto, lean or transformers")
+    if not isinstance(engine, str) or engine not in ("auto", "lean", "transformers"):
+        raise ConfigError(f"unknown engine {shown(engine)}: choose auto, lean or transformers")
     where, config = _device(device), read_config(folder)
     lean = config.get("model_type") in LEAN_MODEL_TYPES
     is_lean = engine == "lean" or (engine == "auto" and lean)
@@ -134,13 +145,14 @@ def load_target(
         model = LeanTarget.from_folder(folder, numbers, where, prepack=prepack, name=name, quantize=quantize)
     elif quantize is not None:
         raise UnsupportedError(
-            f"quantize={quantize!r} needs the lean decoder, and {folder} would run on transformers: "
+            f"quantize={shown(quantize)} needs the lean decoder, and {folder} would run on transformers: "
             f"{'choose engine=' + repr('lean') + ', or ' if lean else ''}leave quantize out"
         )
     else:
         model = AdapterTarget.from_folder(folder, numbers, where, name=name)
     model.folder = folder
-    model.eos_ids = tuple(dict.fromkeys([*model.eos_ids, *_generation_eos(folder)]))
+    _check_end_tokens(folder / "config.json", config.get("eos_token_id"), model.vocab_size)
+    model.eos_ids = tuple(dict.fromkeys([*model.eos_ids, *_generation_eos(folder, model.vocab_size)]))
     return model
 
 
@@ -175,20 +187,15 @@ def load_drafter(
 # --- options ---------------------------------------------------------------------------------------------------------
 
 
-def _check_name(what: str, value: object) -> None:
-    if not isinstance(value, str | Path) or not str(value):
-        raise ConfigError(f"{what} must be a folder or a hub id, found {value!r:.60}: give a string or a Path")
-
-
 def _dtype(dtype: object, config: Mapping[str, Any]) -> torch.dtype:
-    if dtype == "auto":
+    if isinstance(dtype, str) and dtype == "auto":
         # Newer files call it dtype. Other types, such as float8, belong to quantized checkpoints.
         stored = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
         return DTYPES.get(stored, torch.float32)
     if isinstance(dtype, torch.dtype) and dtype in DTYPES.values():
         return dtype
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ConfigError(f"unknown dtype {dtype!r:.60}: choose one of {', '.join(DTYPES)}, or auto")
+        raise ConfigError(f"unknown dtype {shown(dtype)}: choose one of {', '.join(DTYPES)}, or auto")
     return DTYPES[dtype]
 
 
@@ -198,7 +205,7 @@ def _device(device: str | torch.device | None) -> torch.device:
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise ConfigError(f"unknown device {device!r:.60}: use cpu or cuda") from error
+        raise ConfigError(f"unknown device {shown(device)}: use cpu or cuda") from error
     if chosen.type not in ("cpu", "cuda"):
         raise ConfigError(f"device {str(device)!r} is not supported: use cpu or cuda")
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
@@ -210,19 +217,24 @@ def _device(device: str | torch.device | None) -> torch.device:
     return chosen
 
 
-def _generation_eos(folder: Path) -> list[int]:
+def _check_end_tokens(file: Path, eos: Any, vocab_size: int) -> list[int]:
+    """Return the ids of an ``eos_token_id``; a negative one means none, as in some configs on the Hub."""
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(type(token) is int and token < vocab_size for token in ids):
+        raise CheckpointError(
+            f"{file}: `eos_token_id` must be a token id below {vocab_size}, a list of them or null, found "
+            f"{shown(eos)}: correct it, or download the file again"
+        )
+    return [token for token in ids if token >= 0]
+
+
+def _generation_eos(folder: Path, vocab_size: int) -> list[int]:
     """Return the end tokens of generation_config.json (Llama 3 has three)."""
     file = folder / "generation_config.json"
     if not file.exists():
         return []
     try:
-        eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        eos = read_json(file).get("eos_token_id")
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{file}: not readable as a JSON object ({error}): download it again") from error
-    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if not all(isinstance(token, int) for token in ids):
-        raise CheckpointError(
-            f"{file}: `eos_token_id` must be a token id, a list of them or null, found {eos!r:.60}: correct it, or "
-            f"download the file again"
-        )
-    return ids
+    return _check_end_tokens(file, eos, vocab_size)

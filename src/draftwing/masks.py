@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftwing.constraint import State, forbidden_tokens, has_bit, words_without
+from draftwing.constraint import State, as_own_error, check_mask, forbidden_tokens, has_bit, words_without
 from draftwing.errors import DraftwingError
 from draftwing.request import Request
 from draftwing.sampling import on_host
@@ -50,7 +50,7 @@ class _MaskedRow:
         must_continue = len(self.request.token_ids) + depth < self.request.sampling.min_tokens
         if state is None:
             return self.allow_no_end if must_continue else self.allow_all
-        words = state.allowed()
+        words = check_mask(state.allowed())
         if not must_continue:
             return words
         rest = words_without(words, self.end_tokens)
@@ -114,23 +114,25 @@ class Masks:
         for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
             if node and token == PAD:
                 continue
+            if node:
+                mask = masks[parent]
+                if mask is None or not has_bit(mask, token):
+                    forbidden.append(node)
+                    continue
+                if token in row.end_tokens:  # tokens after it are cut off
+                    continue
+                depths[node] = depths[parent] + 1
             try:
                 if node:
-                    mask, state = masks[parent], states[parent]
-                    if mask is None or not has_bit(mask, token):
-                        forbidden.append(node)
-                        continue
-                    if token in row.end_tokens:  # tokens after it are cut off
-                        continue
-                    depths[node] = depths[parent] + 1
+                    state = states[parent]
                     if state is not None:
                         states[node] = state = state.fork()
                         state.take(token)
-                else:
-                    states[0] = None if row.request.constraint is None else row.request.state()
+                elif row.request.constraint is not None:
+                    states[0] = row.request.state()
                 masks[node] = row.mask(states[node], depths[node])
-            except DraftwingError as error:
-                self._errors[row.row] = error
+            except Exception as error:  # the constraint may be the caller's own
+                self._errors[row.row] = as_own_error(error)
                 self._failed.append((row.row, node))
         for node, mask in enumerate(masks):
             if mask is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from draftwing.constraint import Constraint, State
-from draftwing.errors import ConfigError, DraftwingError
+from draftwing.errors import ConfigError, DraftwingError, shown
 from draftwing.limits import AtMost
 from draftwing.methods.base import Budget
 from draftwing.sampling import Sampling
@@ -72,6 +72,8 @@ class Request:
     _stream: TextStream | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.sampling, Sampling):
+            raise ConfigError(f"sampling must be a Sampling, found {shown(self.sampling)}: write Sampling()")
         if self.sampling.stop and self.tokenizer is None:
             raise ConfigError("stop strings need a tokenizer: give one, or use stop_tokens")
         self.sampling = with_seed(self.sampling)

@@ -11,7 +11,7 @@ Shape suffixes: B rows, N nodes, D positions, V vocabulary, S slots.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral, Real
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftwing.checks import listed, pairs
 from draftwing.errors import SamplingError, shown
 from draftwing.noise import Filters, KeyedNoise
 from draftwing.tree import DraftTree
@@ -118,6 +119,7 @@ _PENALTIES = ("repetition", "presence", "frequency")
 # Limits of a setting's factor and addend: all of them together stay far inside float32, so that settings never make
 # scores that are not finite.
 _MAX_FACTOR, _MAX_ADDEND = 1e10, 1e20
+_MAX_ITEMS = 1 << 20  # more tokens than any vocabulary has
 _OR_GREEDY, _OR_NONE = "0 (greedy) or in [1e-10, 1e10]", "in [-1e20, 1e20] (0 is none)"
 
 
@@ -186,7 +188,7 @@ class Sampling:
             ("presence_penalty", abs(self.presence_penalty) <= _MAX_ADDEND, _OR_NONE),
             ("frequency_penalty", abs(self.frequency_penalty) <= _MAX_ADDEND, _OR_NONE),
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"in [0, max_tokens = {self.max_tokens}]"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"in [0, max_tokens = {shown(self.max_tokens)}]"),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "None (drawn) or in [0, 2**63)"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 64, "None or in [0, 64]"),
             ("laws", 0 <= self.laws <= 64, "in [0, 64] (0 is none)"),
@@ -201,6 +203,8 @@ class Sampling:
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise SamplingError if a token id is outside the target's vocabulary."""
+        if isinstance(vocab_size, bool) or not isinstance(vocab_size, int):
+            raise SamplingError(f"vocab_size must be a whole number, found {shown(vocab_size)}")
         for name in ("logit_bias", "banned_tokens", "stop_tokens"):
             for token in getattr(self, name):
                 if not 0 <= token < vocab_size:
@@ -227,26 +231,30 @@ def _number(name: str, value: object) -> float:
 
 def _items(name: str, value: object, kind: type) -> tuple[Any, ...]:
     """Return a field that lists token ids or stop strings; a single string is one stop string."""
-    items: tuple[Any, ...] | None = (value,) if isinstance(value, str) else None
-    if isinstance(value, Iterable) and not isinstance(value, str | Mapping | bytes | bytearray):
-        items = tuple(value)
+    items: list[Any] | None = [value] if isinstance(value, str) else None
+    if not isinstance(value, str | Mapping | bytes | bytearray):
+        items = listed(value, _MAX_ITEMS)
     if items is not None and any(
         "\ud800" <= char <= "\udfff" for item in items if isinstance(item, str) for char in item
     ):
         raise SamplingError(f"{name} must be text, found {shown(value)}: remove the unpaired surrogate")
     if items is None or any(isinstance(item, bool) or not isinstance(item, kind) for item in items):
         content = "strings" if kind is str else "token ids"
-        raise SamplingError(f"{name} must be a list of {content}, found {shown(value)}: leave it out for none")
-    return items if kind is str else tuple(map(int, items))
+        raise SamplingError(
+            f"{name} must be a list of {content}, found {shown(value)}: leave it out for none, or give at most "
+            f"{_MAX_ITEMS:,}"
+        )
+    return tuple(map(str, items)) if kind is str else tuple(map(int, items))
 
 
 def _biases(value: object) -> dict[int, float]:
-    if not isinstance(value, Mapping):
+    items = pairs(value, _MAX_ITEMS)
+    if items is None:
         raise SamplingError(
             f"logit_bias must be a dict of token ids to numbers, as {{42: -1.5}}, found {shown(value)}: leave it out"
         )
     biases = {}
-    for token, bias in value.items():
+    for token, bias in items:
         if isinstance(token, bool) or not isinstance(token, Integral):
             raise SamplingError(
                 f"logit_bias must have token ids (ints) as keys, found {shown(token)}: write {{42: -1.5}}"

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from draftwing.errors import ConfigError
+from draftwing.checks import MAX_BATCH, listed, pairs
+from draftwing.errors import ConfigError, shown
 from draftwing.noise import hash_bits
 from draftwing.sampling import Sampling
 
@@ -50,11 +51,12 @@ def one_each(sampling: Any, count: int, options: Mapping[str, Any]) -> list[Samp
     """Return the sampling of every prompt. Raises ConfigError if their number is wrong."""
     if not isinstance(sampling, list | tuple):
         return [sampling_from(sampling, options)] * count
-    if len(sampling) != count:
+    entries = listed(sampling, MAX_BATCH)
+    if entries is None or len(entries) != count:
         raise ConfigError(
             f"sampling has {len(sampling)} entries for {count} prompts: give one for each prompt, or one for all"
         )
-    return [sampling_from(entry, options) for entry in sampling]
+    return [sampling_from(entry, options) for entry in entries]
 
 
 def sampling_from(sampling: Any, options: Mapping[str, Any]) -> Sampling:
@@ -65,16 +67,20 @@ def sampling_from(sampling: Any, options: Mapping[str, Any]) -> Sampling:
         SamplingError: a value outside its range.
     """
     if isinstance(sampling, Mapping):
-        sampling, options = None, {**sampling, **options}
+        own = pairs(sampling, 1000)
+        if own is None:
+            raise ConfigError(f"sampling must be a dict of Sampling's fields, found {shown(sampling)}")
+        sampling, options = None, {**dict(own), **options}
     if sampling is not None and not isinstance(sampling, Sampling):
         raise ConfigError(
-            f"sampling must be a Sampling, a dict of its fields or None, found {sampling!r:.60}: write "
+            f"sampling must be a Sampling, a dict of its fields or None, found {shown(sampling)}: write "
             f"Sampling(temperature=0.8), or temperature=0.8"
         )
     names = [entry.name for entry in fields(Sampling)]
     unknown = next((name for name in options if name not in names), None)
     if unknown is not None:
-        near = [_OTHER_NAMES[unknown]] if unknown in _OTHER_NAMES else get_close_matches(str(unknown), names, 1)
+        name = unknown if isinstance(unknown, str) else ""
+        near = [_OTHER_NAMES[name]] if name in _OTHER_NAMES else get_close_matches(name, names, 1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"unknown sampling option {unknown!r}: {hint}the options are {', '.join(names)}")
-    return replace(sampling or Sampling(), **options)
+        raise ConfigError(f"unknown sampling option {shown(unknown)}: {hint}the options are {', '.join(names)}")
+    return replace(Sampling() if sampling is None else sampling, **options)

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftwing.errors import TreeError
+from draftwing.checks import listed
+from draftwing.errors import TreeError, shown
 
 PAD = -1
 
@@ -56,7 +57,12 @@ class DraftTree:
 
     @classmethod
     def chain(cls, tokens: Tensor, confidence: Tensor | None = None, draft_probs: Tensor | None = None) -> DraftTree:
-        """Each token's child is the next one. ``tokens``: (B, N), ``PAD`` only at the end of a row."""
+        """Each token's child is the next one. ``tokens``: (B, N), ``PAD`` only at the end of a row.
+
+        Raises:
+            TreeError: ``tokens`` is not such a tensor.
+        """
+        _check_ids("tokens", tokens, 2)
         num_nodes = tokens.shape[1]
         parents = torch.arange(-1, num_nodes - 1, device=tokens.device).expand_as(tokens)
         if num_nodes > 1:
@@ -65,7 +71,12 @@ class DraftTree:
 
     @classmethod
     def root(cls, pending: Tensor) -> DraftTree:
-        """Trees of one node: ordinary decoding. ``pending``: (B,)."""
+        """Trees of one node: ordinary decoding. ``pending``: (B,).
+
+        Raises:
+            TreeError: ``pending`` is not such a tensor.
+        """
+        _check_ids("pending", pending, 1)
         tokens = pending[:, None]
         return cls(tokens, torch.full_like(tokens, -1), is_line=True, depth=0)
 
@@ -73,11 +84,23 @@ class DraftTree:
     def from_lists(
         cls, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], device: torch.device | str = "cpu"
     ) -> DraftTree:
-        """Ragged Python lists, one per row, padded to the longest."""
-        num_nodes = max(len(row) for row in tokens)
-        padded = [[*row, *[PAD] * (num_nodes - len(row))] for row in tokens]
-        padded_parents = [[*row, *[-1] * (num_nodes - len(row))] for row in parents]
-        return cls(torch.tensor(padded, device=device), torch.tensor(padded_parents, device=device))
+        """Ragged Python lists, one per row, padded to the longest.
+
+        Raises:
+            TreeError: they are not lists of as many ints each, or there is no such device.
+        """
+        rows, above = _checked_rows("tokens", tokens), _checked_rows("parents", parents)
+        if [len(row) for row in rows] != [len(row) for row in above]:
+            raise TreeError(
+                f"tokens and parents must be lists of the same lengths, found {shown(tokens)} and {shown(parents)}"
+            )
+        num_nodes = max(map(len, rows))
+        padded = [[*row, *[PAD] * (num_nodes - len(row))] for row in rows]
+        padded_parents = [[*row, *[-1] * (num_nodes - len(row))] for row in above]
+        try:
+            return cls(torch.tensor(padded, device=device), torch.tensor(padded_parents, device=device))
+        except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+            raise TreeError(f"device must be a device of this machine, found {shown(device)}: use 'cpu'") from error
 
     @property
     def num_rows(self) -> int:
@@ -247,7 +270,11 @@ class DraftTree:
         Raises:
             TreeError: names the first row and node that break one.
         """
-        if self.tokens.ndim != 2 or self.tokens.shape != self.parents.shape:
+        _check_ids("tokens", self.tokens, 2)
+        _check_ids("parents", self.parents, 2)
+        if vocab_size is not None and (isinstance(vocab_size, bool) or not isinstance(vocab_size, int)):
+            raise TreeError(f"vocab_size must be a whole number or None, found {shown(vocab_size)}")
+        if self.tokens.shape != self.parents.shape:
             raise TreeError(
                 f"tokens and parents must both be (B, N), found {tuple(self.tokens.shape)} and "
                 f"{tuple(self.parents.shape)}: give one parent for each node"
@@ -272,6 +299,19 @@ class DraftTree:
                         f"row {row}, node {node}: token {tokens[node]} is outside the target's vocabulary "
                         f"of {vocab_size}"
                     )
+
+
+def _check_ids(name: str, ids: object, ndim: int) -> None:
+    if not isinstance(ids, Tensor) or ids.ndim != ndim or ids.dtype != torch.int64 or ids.is_meta or ids.is_sparse:
+        raise TreeError(f"{name} must be an int64 tensor of {ndim} dimension{'s' * (ndim > 1)}, found {shown(ids)}")
+
+
+def _checked_rows(name: str, rows: object) -> list[list[int]]:
+    """Return lists of lists of ints that int64 holds; at least one row, and no empty one."""
+    lists = [listed(row, 1 << 20) for row in listed(rows, 1 << 20) or ()]
+    if not lists or not all(row and all(type(each) is int and abs(each) < 2**63 for each in row) for row in lists):
+        raise TreeError(f"{name} must be one list of ints for each row, found {shown(rows)}: write [[5, 6], [7]]")
+    return [row for row in lists if row is not None]
 
 
 def _wider(values: Tensor | None, count: int) -> Tensor | None:

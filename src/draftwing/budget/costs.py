@@ -72,6 +72,9 @@ def memory_factor(alpha: float, gamma: int) -> float:
     return 1 / expected_tokens(alpha, gamma)
 
 
+_MOST = 1e9  # far above any count and any number of seconds
+
+
 @dataclass(frozen=True)
 class Curve:
     """A non-decreasing piecewise linear function through ``knots`` (count, seconds), in order of count.
@@ -239,9 +242,22 @@ class Costs:
                 parts[name] = Curve(tuple((float(count), float(seconds)) for count, seconds in values[name]["knots"]))
             if not parts["verify"].knots:
                 raise ValueError("verify has no knots")
-            return cls(**{**parts, "width": int(parts["width"]), "context": int(parts["context"])})
-        except (KeyError, TypeError, ValueError) as error:
+            if not all(_is_curve(parts[name]) for name in CURVES) or parts["verify"](1) <= 0:
+                raise ValueError("counts must rise, and seconds must not fall")
+            parts |= {name: int(values[name]) for name in ("width", "context")}
+            numbers = [value for name, value in parts.items() if name not in CURVES]
+            if not all(0 <= number < _MOST for number in numbers) or parts["width"] < 1:
+                raise ValueError("numbers must be finite, and at least 0")
+            return cls(**parts)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"invalid measured costs ({error!r}): measure again") from error
+
+
+def _is_curve(curve: Curve) -> bool:
+    """Return True if a curve could have been measured: positive counts in order, finite seconds that do not fall."""
+    numbers = [number for knot in curve.knots for number in knot]
+    rises = all(left < right and low <= high for (left, low), (right, high) in pairwise(curve.knots))
+    return rises and all(0 <= number < _MOST for number in numbers)
 
 
 def inflection_length(costs: Costs, alpha: float, gamma: int, rows: int = 1, *, view: int | None = None) -> float:

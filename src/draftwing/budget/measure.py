@@ -30,6 +30,7 @@ from draftwing.budget.costs import Costs, Curve
 from draftwing.budget.planner import Planner
 from draftwing.cpu.library import get_kernel
 from draftwing.errors import ConfigError
+from draftwing.files import parse_json
 from draftwing.methods.base import Budget, Drafter, NoDrafter
 from draftwing.models.context import Context, FeatureSpec
 from draftwing.models.lean import LeanContext
@@ -314,7 +315,7 @@ def known_costs(target: Target, drafter: Drafter | None = None) -> Costs | None:
     """Return what this machine has measured before, with a drafter or for the target alone, or None."""
     try:
         with private_folder() as folder:
-            entry = json.loads(folder.read(_file(_key(target, drafter))))
+            entry = parse_json(folder.read(_file(_key(target, drafter))))
         costs, age = Costs.from_dict(entry["costs"]), time.time() - float(entry["measured"])
     except (OSError, ValueError, KeyError, TypeError, ConfigError):
         return None

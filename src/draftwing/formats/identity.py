@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draftwing.errors import CheckpointError, ConfigError
+from draftwing.files import read_json
 from draftwing.methods.net import TargetId
 from draftwing.models.config import read_config
 from draftwing.models.target import Target
@@ -141,7 +142,7 @@ def chat_template_hash(folder: Path) -> str:
         if (file := folder / "chat_template.jinja").exists():
             template = file.read_text(encoding="utf-8")
         elif (file := folder / "tokenizer_config.json").exists():
-            config = json.loads(file.read_text(encoding="utf-8"))
+            config = read_json(file)
             template = config.get("chat_template") if isinstance(config, dict) else None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: not readable ({error}): download it again") from error

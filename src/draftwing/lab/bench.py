@@ -20,6 +20,7 @@ import draftwing
 from draftwing.accept import get_rule
 from draftwing.cpu.library import get_kernel
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError, shown
+from draftwing.files import parse_json
 from draftwing.formats.gguf_folder import LINK
 from draftwing.lab.bench_sets import Question, QuestionSet
 from draftwing.lab.compare import first_difference, promise_of
@@ -29,7 +30,6 @@ from draftwing.lm import LM, Generation
 from draftwing.sampling import Sampling
 from draftwing.sampling_options import nth_seed
 from draftwing.storage import locked
-from draftwing.text.prompts import parse_json
 
 FILE = "records.jsonl"
 _WARM_UP_TOKENS = 16

@@ -40,6 +40,7 @@ from draftwing.budget.costs import (
 from draftwing.decode import Decoder
 from draftwing.engine import Engine
 from draftwing.errors import CheckpointError, ConfigError
+from draftwing.files import check_regular
 from draftwing.formats.identity import head_id
 from draftwing.lab.compare import compare
 from draftwing.lm import LM
@@ -215,6 +216,7 @@ class HeldOut:
         if not file.exists():
             raise CheckpointError(f"{folder}: has no held-out statistics ({FILE}), which a forecast needs: {collect}")
         try:
+            check_regular(file)
             if file.stat().st_size > _MAX_FILE_BYTES:
                 raise ValueError(f"it has more than {_MAX_FILE_BYTES:,} bytes")
             held_out = cls._parse(file.read_bytes())

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from draftwing.errors import CheckpointError
+from draftwing.files import parse_json
 from draftwing.storage import write_fix
-from draftwing.text.prompts import parse_json
 
 
 class RecordFile:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from draftwing.checks import listed
 from draftwing.errors import ConfigError, shown
 from draftwing.models.context import NO_FEATURES, Context, FeatureSpec, Row, TargetOutput
 from draftwing.sampling import SamplingBatch
@@ -50,6 +51,8 @@ class Budget:
     rule: GrowthRule | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        if self.rule is not None and not isinstance(self.rule, GrowthRule):
+            raise ConfigError(f"a budget's rule must be a GrowthRule or None, found {shown(self.rule)}")
         if not isinstance(self.children, str) or self.children not in _CHILDREN:
             raise ConfigError(f"children must be one of {', '.join(_CHILDREN)}, found {shown(self.children)}")
         if self.paths is not None:
@@ -106,18 +109,22 @@ def _checked_paths(given: object) -> tuple[tuple[int, ...], ...]:
     def is_rank(value: object) -> bool:
         return not isinstance(value, bool) and isinstance(value, Integral) and 0 <= int(value) < MAX_WIDTH
 
-    if not isinstance(given, list | tuple) or not 0 < len(given) <= MAX_NODES:
+    listed_paths = listed(given, MAX_NODES) if isinstance(given, list | tuple) else None
+    if not listed_paths:
         count = f"{len(given):,} paths" if isinstance(given, list | tuple) else shown(given)
         raise ConfigError(
             f"a static tree is a list of 1 to {MAX_NODES:,} paths such as [[0], [1], [0, 0]], found {count}"
         )
-    for path in given:
-        if not isinstance(path, list | tuple) or not 0 < len(path) <= MAX_DEPTH or not all(map(is_rank, path)):
+    listed_ranks = []
+    for path in listed_paths:
+        ranks = listed(path, MAX_DEPTH) if isinstance(path, list | tuple) else None
+        if not ranks or not all(map(is_rank, ranks)):
             raise ConfigError(
                 f"a path of a static tree is a list of 1 to {MAX_DEPTH:,} ranks from 0 to {MAX_WIDTH - 1}, found "
                 f"{shown(path)}: write [0, 2] for the third child of the root's first child"
             )
-    paths = tuple(tuple(map(int, path)) for path in given)
+        listed_ranks.append(tuple(map(int, ranks)))
+    paths = tuple(listed_ranks)
     prefixes = {(), *paths}
     orphan = next((path for path in paths if path[:-1] not in prefixes), None)
     if orphan is not None:
@@ -278,3 +285,9 @@ class NoDrafter(Drafter):
     name = "none"
     drafts = False
     costs_forwards = False
+
+
+def check_drafter(drafter: object) -> None:
+    """Raise ConfigError if a function that makes drafters has returned something else."""
+    if not isinstance(drafter, Drafter):
+        raise ConfigError(f"a function that makes drafters must return a Drafter, found {shown(drafter)}")

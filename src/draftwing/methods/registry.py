@@ -6,6 +6,7 @@ Loading, training, converting and examining go through the table; ``register`` a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,7 +14,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from draftwing.checks import pairs
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError, shown
+from draftwing.files import exists
 from draftwing.models.catalogue import CATALOGUE, TOY, entry_of
 
 if TYPE_CHECKING:
@@ -52,7 +55,16 @@ class Registration:
         path = self.path
         if isinstance(path, str):
             module, name = path.split(":")
-            path = getattr(import_module(module), name)
+            try:
+                path = getattr(import_module(module), name)
+            except (ImportError, AttributeError, TypeError) as error:
+                raise ConfigError(f"draft method {self.name!r}: {path} cannot be imported ({error})") from error
+        from draftwing.methods.method import DraftMethod
+
+        if not isinstance(path, type) or not issubclass(path, DraftMethod):
+            raise ConfigError(
+                f"draft method {self.name!r}: its class must derive from DraftMethod, found {shown(path)}"
+            )
         method = path()
         method.name = self.name
         return method
@@ -85,15 +97,24 @@ def register(
         training: recipes for training its network, by name; such a method is a ``NetMethod``, and needs a folder.
 
     Raises:
-        ConfigError: the name, or that of a recipe, is taken.
+        ConfigError: the name, or that of a recipe, is taken, or an argument is of a wrong type.
     """
-    if not name or name in METHODS:
-        raise ConfigError(f"a draft method called {name!r} cannot be added: choose a name that is not taken")
-    taken = training_methods().keys() & (training or {}).keys()
+    if not isinstance(name, str) or not name or name in METHODS:
+        raise ConfigError(f"a draft method called {shown(name)} cannot be added: choose a name that is not taken")
+    if not isinstance(path, type) and not (isinstance(path, str) and re.fullmatch(r"[\w.]+:\w+", path)):
+        raise ConfigError(f"the class of draft method {name!r} must be a class or 'module:Class', found {shown(path)}")
+    if not isinstance(help, str):
+        raise ConfigError(f"the help of draft method {name!r} must be one line of text, found {shown(help)}")
+    if not isinstance(needs, str) or needs not in ("nothing", "folder", "target"):
+        raise ConfigError(f"needs must be 'nothing', 'folder' or 'target', found {shown(needs)}")
+    recipes = dict(() if training is None else pairs(training, 1000) or ((None, None),))
+    if not all(isinstance(key, str) and isinstance(value, TrainingMethod) for key, value in recipes.items()):
+        raise ConfigError(f"training must be a dict of names to TrainingMethod, found {shown(training)}: leave it out")
+    taken = training_methods().keys() & recipes.keys()
     if taken:
         raise ConfigError(f"a training method called {min(taken)!r} is there already: choose another name")
-    needs = "folder" if training and needs == "nothing" else needs
-    METHODS[name] = Registration(name, path, help, needs, training or {})
+    needs = "folder" if recipes and needs == "nothing" else needs
+    METHODS[name] = Registration(name, path, help, needs, recipes)
 
 
 _HERE = "draftwing.methods."
@@ -188,7 +209,10 @@ def drafter_maker(
     """
     from draftwing.methods.method import Source
 
-    options, parts = options or {}, _split(draft)
+    given = () if options is None else pairs(options, 1000)
+    if given is None or not all(isinstance(name, str) for name, _ in given):
+        raise ConfigError(f"draft_options must be a dict of options, found {shown(options)}: leave it out for none")
+    options, parts = dict(given), _split(draft)
     methods = [_find(part, target, tokenizer) for part in parts]
     for option in options:
         if not any(option in method.options for method, _ in methods):
@@ -210,7 +234,7 @@ def drafter_maker(
 def _split(draft: str | Path) -> Sequence[str | Path]:
     """Return the drafts that a name such as ``eagle3+lookup`` joins; a folder's own name may contain a plus."""
     name = str(draft)
-    if "+" not in name or isinstance(draft, Path) or Path(name).expanduser().exists():
+    if "+" not in name or isinstance(draft, Path) or exists(name):
         return [draft]
     parts = [part.strip() for part in name.split("+")]
     if not all(parts):

@@ -6,14 +6,14 @@ out, except for windows and special tokens, where it means none.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
+from draftwing.errors import CheckpointError, ConfigError, UnsupportedError, shown
+from draftwing.files import check_regular, read_json
 
 _REQUIRED: Final = object()
 _DOWNLOAD = "download the model's config.json again."
@@ -31,7 +31,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: expected a model folder, found none. Check the path.")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        for entry in folder.iterdir():
+            if not entry.is_dir():
+                check_regular(entry)
+        config = read_json(path)
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder}: expected config.json in the model folder, found none. Point to a folder that "
@@ -219,7 +222,7 @@ class RopeConfig:
         key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
         table, whole = config.get(key) or {}, ConfigReader(config, where)
         if not isinstance(table, Mapping):
-            raise whole.error(f"`{key}` must be an object, found {table!r:.60}. Correct it, or remove it.")
+            raise whole.error(f"`{key}` must be an object, found {shown(table)}. Correct it, or remove it.")
         read = ConfigReader(table, f"{where}: {key}")
         if any(isinstance(value, Mapping) for value in table.values()):
             raise read.unsupported(
@@ -328,7 +331,8 @@ _FAMILIES: Final[dict[str, _Family]] = {
     "phi3": _Family("Phi3ForCausalLM", 4096, eps=1e-5, bos=1, eos=32000, pad=32000, window=None),
 }
 
-LEAN_MODEL_TYPES: frozenset[str] = frozenset(_FAMILIES)
+# Not a set: a damaged config may have a list where the name belongs, which cannot be looked up in one.
+LEAN_MODEL_TYPES: tuple[str, ...] = tuple(sorted(_FAMILIES))
 
 
 @dataclass(frozen=True)

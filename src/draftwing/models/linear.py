@@ -23,7 +23,7 @@ from draftwing.cpu.layout import RowForm
 from draftwing.cpu.library import required_kernel
 from draftwing.cpu.packed import MAX_LEVEL, Packed, quantize_channels
 from draftwing.cpu.program import Program, Traced, TracedIds, Workspace
-from draftwing.errors import ConfigError, UnsupportedError
+from draftwing.errors import ConfigError, UnsupportedError, shown
 from draftwing.models.weights import Stored, stack
 
 _int8_pack, _int8_product = torch.ops.onednn.qlinear_prepack.default, torch.ops.onednn.qlinear_pointwise.default
@@ -46,8 +46,8 @@ def check_quantize(quantize: str | None, dtype: torch.dtype, device: torch.devic
     """
     if quantize is None:
         return
-    if quantize != "int8":
-        raise ConfigError(f"quantize must be one of int8 or None, found {quantize!r:.60}")
+    if not isinstance(quantize, str) or quantize != "int8":
+        raise ConfigError(f"quantize must be one of int8 or None, found {shown(quantize)}")
     if device.type != "cpu":
         raise UnsupportedError(
             f"quantize={quantize!r} does not run on {str(device)!r}: choose device='cpu', or leave quantize out"

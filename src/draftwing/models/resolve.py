@@ -25,7 +25,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from draftwing.errors import CheckpointError
+from draftwing.errors import CheckpointError, shown
+from draftwing.files import exists
 from draftwing.models.catalogue import Entry, Hub, Shipped, Wheel, close_names, default_model, entry_of
 from draftwing.shipped import shipped_folder
 from draftwing.storage import Folder, cache_folder, open_folder, private_folder
@@ -46,11 +47,14 @@ def resolve(model: str | Path | None, revision: str | None = None) -> Path:
     """
     model = default_model() if model is None else model
     text = os.fspath(model)
-    path = Path(text).expanduser()
-    if text and path.is_dir():
+    path = Path(text).expanduser() if exists(text) else Path(text)
+    is_local = bool(text) and exists(path)
+    if is_local and path.is_dir():
         return path
     entry = entry_of(model)
-    if text and path.exists():
+    if is_local:
+        if not path.is_file():
+            raise CheckpointError(f"{text}: expected a model folder or a GGUF file, found a pipe or a device.")
         from draftwing.formats.gguf import is_gguf
 
         if not is_gguf(path):
@@ -59,9 +63,9 @@ def resolve(model: str | Path | None, revision: str | None = None) -> Path:
         path = fetch(entry)
         if path.is_dir():
             return path
-    elif isinstance(model, Path) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", text):
+    elif isinstance(model, Path) or len(text) > _MAX_HUB_ID or not _HUB_ID.fullmatch(text):
         raise CheckpointError(
-            f"{text or repr(text)}: expected a model folder or a Hugging Face Hub id such as org/name, found no such "
+            f"{_short(text)}: expected a model folder or a Hugging Face Hub id such as org/name, found no such "
             f"folder. {_hint(text)}Check the path."
         )
     else:
@@ -154,6 +158,10 @@ def remove(name: str) -> int:
         raise CheckpointError(f"{name}: cannot be removed from the cache ({error}). Delete it by hand.") from error
 
 
+def _short(text: str) -> str:
+    return shown(text) if not text or len(text) > 1000 or not text.isprintable() else text
+
+
 def _hint(text: str) -> str:
     close = close_names(text)
     return f"Did you mean {' or '.join(close)} (see `draftwing models`)? " if close else ""
@@ -161,6 +169,8 @@ def _hint(text: str) -> str:
 
 # --- the Hugging Face Hub --------------------------------------------------------------------------------------------
 
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_MAX_HUB_ID = 200  # characters: more than the Hub allows
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja"]
 # Folders of other formats, and the second copy of the weights in Mistral's repositories.
 _IGNORED = ["*/*", "consolidated*"]

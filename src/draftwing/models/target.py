@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftwing.errors import PromptError, UnsupportedError
+from draftwing.errors import PromptError, UnsupportedError, shown
 from draftwing.methods.base import Budget, Drafter
 from draftwing.models.context import NO_FEATURES, Context, FeatureSpec, Row, TargetOutput
 from draftwing.models.linear import Embedding, Linear
@@ -254,6 +254,12 @@ class Target(ABC):
 
     def check_prompt(self, prompt_ids: Sequence[int]) -> None:
         """Raise PromptError if the prompt cannot be decoded."""
+        # Only these classes: a subclass, an array or an iterator may give other ids each time it is read.
+        if type(prompt_ids) not in (list, tuple, range):
+            raise PromptError(
+                f"a prompt must be a list of token ids, found {type(prompt_ids).__name__} {shown(prompt_ids)}: encode "
+                f"a text first, and convert an array with .tolist()"
+            )
         if not prompt_ids:
             raise PromptError("the prompt is empty: give at least one token (to write freely, the BOS token alone)")
         if len(prompt_ids) >= self.max_length:
@@ -261,9 +267,14 @@ class Target(ABC):
                 f"the prompt has {len(prompt_ids)} tokens, and {self.name} has room for {self.max_length} with at "
                 f"least one new token: shorten it"
             )
-        worst = max(prompt_ids, key=lambda token: abs(token + 0.5 - self.vocab_size / 2))
-        if not 0 <= worst < self.vocab_size:
+        if set(map(type, prompt_ids)) != {int}:  # the kernel reads 64-bit integers: a bool or a float would be garbage
+            wrong = next(token for token in prompt_ids if type(token) is not int)
             raise PromptError(
-                f"token id {worst} is outside the vocabulary of {self.vocab_size} of {self.name}: "
-                f"was the prompt encoded with another tokenizer?"
+                f"token ids must be ints, found {type(wrong).__name__} {shown(wrong)}: convert an array with .tolist()"
+            )
+        least, most = min(prompt_ids), max(prompt_ids)
+        if least < 0 or most >= self.vocab_size:
+            raise PromptError(
+                f"token id {shown(least if least < 0 else most)} is outside the vocabulary of {self.vocab_size} of "
+                f"{self.name}: was the prompt encoded with another tokenizer?"
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import difflib
-import json
 import math
 import mmap
 import os
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from draftwing.cpu.layout import FORMATS, format_of
 from draftwing.errors import CheckpointError
+from draftwing.files import parse_json, read_json
 
 _PIECE = 1 << 22  # weights that are expanded at a time, which bounds the extra memory
 
@@ -360,7 +360,7 @@ class WeightFiles(Weights):
     def _read_index(self) -> None:
         path = self.folder / _INDEX
         try:
-            index = json.loads(path.read_text(encoding="utf-8"))
+            index = read_json(path)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path}: expected JSON, cannot be read ({error}). Download it again.") from error
         shards = index.get("weight_map") if isinstance(index, dict) else None
@@ -398,7 +398,7 @@ def _map(path: Path) -> tuple[MappedFile, dict[str, int]]:
     mapped = MappedFile(path)
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
+        header = parse_json(file.read(size))
     header.pop("__metadata__", None)
     return mapped, {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items()}
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from draftwing.engine import Engine
 from draftwing.errors import ConfigError, DraftwingError, SamplingError, shown
+from draftwing.files import read_json
 from draftwing.limits import AtMost, cut_to_nodes
 from draftwing.lm import LM
 from draftwing.methods.base import Budget
@@ -69,12 +70,18 @@ class Defaults:
         folder = getattr(lm.target, "folder", None)
         file = None if folder is None else folder / "generation_config.json"
         if file is not None and file.exists():
-            config = json.loads(file.read_text(encoding="utf-8"))  # valid JSON: ``load`` has read it
-            if config.get("top_k") == 0:  # in transformers, all tokens
+            config = read_json(file)  # valid JSON: ``load`` has read it
+            top_k = config.get("top_k")
+            if isinstance(top_k, float) and top_k.is_integer():
+                config["top_k"] = top_k = int(top_k)
+            if top_k in (0, -1):  # all tokens, in transformers and in vLLM
                 del config["top_k"]
             names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
             sampling |= {name: config[name] for name in names if config.get(name) is not None}
-        Sampling(**sampling)
+        try:
+            Sampling(**sampling)
+        except SamplingError as error:
+            raise SamplingError(f"{file}: {error}: correct it, or remove it for the default") from error
         return cls(engine.room_for, sampling, max_tokens, max_nodes)
 
 

@@ -49,7 +49,7 @@ class Grammar:
     source: str
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        if not isinstance(self.kind, str) or self.kind not in KINDS:
             raise ConfigError(f"unknown kind of grammar {shown(self.kind)}: choose one of {', '.join(KINDS)}")
         if not isinstance(self.source, str) or not 0 < len(self.source) <= MAX_CHARACTERS:
             found = f"{len(self.source):,} characters" if isinstance(self.source, str) else shown(self.source)
@@ -72,9 +72,9 @@ class Grammar:
             if is_deeper(value, MAX_LEVELS):
                 raise ConfigError(f"the JSON schema is nested deeper than {MAX_LEVELS} levels: move parts to $defs")
             return cls("json", json.dumps(value, allow_nan=False))
-        except (TypeError, ValueError, RecursionError) as error:
-            if isinstance(error, ConfigError):
-                raise
+        except ConfigError:
+            raise
+        except Exception as error:  # also what a class of the caller's raises
             raise ConfigError(f"the JSON schema is not JSON ({error}): give a dict of plain values") from error
 
     @classmethod

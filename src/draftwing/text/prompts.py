@@ -5,15 +5,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+from draftwing.checks import MAX_TOKENS, listed, pairs
 from draftwing.errors import CheckpointError, DraftwingError, PromptError, shown
+from draftwing.files import parse_json
 from draftwing.shipped import SHIPPED
 
 # role (system, user, assistant or tool) and content; finish_reason is "length" if an answer was cut off
@@ -54,14 +55,6 @@ class Text:
     messages: tuple[Message, ...] = ()
     bare: bool = False
     ended: bool = True
-
-
-def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text. Raises ValueError if it is not JSON, or nested too deep."""
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise ValueError("it is nested too deep") from error
 
 
 def is_record(entry: object) -> bool:
@@ -159,10 +152,11 @@ def as_list(prompts: object) -> list[Any]:
     """
     dimensions = _dimensions(prompts)
     if dimensions is not None:
-        return list(prompts) if dimensions == 2 else [prompts]  # type: ignore[call-overload]
-    if isinstance(prompts, str | bytes | bytearray | Mapping) or not isinstance(prompts, Iterable):
+        return (listed(prompts, MAX_TOKENS) or [prompts]) if dimensions == 2 else [prompts]
+    is_one = isinstance(prompts, str | bytes | bytearray | Mapping)
+    items = None if is_one else listed(prompts, MAX_TOKENS)
+    if items is None:
         return [prompts]
-    items = list(prompts)
     return [items] if items and isinstance(items[0], Integral | Mapping) else items
 
 
@@ -179,7 +173,7 @@ def check_prompt(prompt: object) -> Prompt:
         return check_text(prompt)
     if isinstance(prompt, Mapping):
         raise PromptError(
-            f"a prompt must be a text, token ids or a list of messages, found a lone dict {shown(dict(prompt))}: put "
+            f"a prompt must be a text, token ids or a list of messages, found a lone dict {shown(prompt)}: put "
             f"a message into a list, [{{'role': 'user', 'content': ...}}], and give a tokenizer's output as its "
             f"'input_ids'"
         )
@@ -191,12 +185,12 @@ def check_prompt(prompt: object) -> Prompt:
             raise PromptError(
                 f"token ids must have one dimension, found {dimensions} ({type(prompt).__name__}): give one row of it"
             )
-        prompt = prompt.tolist()  # type: ignore[attr-defined]
-    if not isinstance(prompt, Iterable) or isinstance(prompt, set | frozenset):
+        prompt = _to_list(prompt)
+    items = None if isinstance(prompt, set | frozenset) else listed(prompt, MAX_TOKENS)
+    if items is None:
         raise PromptError(
             f"a prompt must be a text, token ids (ints) or messages, found {type(prompt).__name__} {shown(prompt)}"
         )
-    items = list(prompt)
     if items and all(isinstance(item, Mapping) for item in items):
         return [_check_message(item, number) for number, item in enumerate(items, 1)]
     for item in items:
@@ -282,21 +276,30 @@ def prepare_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[s
 
 def _check_message(message: Mapping[str, Any], number: int) -> dict[str, Any]:
     """Return a message as a dict; the chat template reads what it has besides role and content."""
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or not (isinstance(content, str | list) or "tool_calls" in message):
+    fields = dict(pairs(message, 1000) or ())
+    role, content = fields.get("role"), fields.get("content")
+    if not isinstance(role, str) or not (isinstance(content, str | list) or "tool_calls" in fields):
         raise PromptError(
             f"message {number} of the prompt must have a role and a content, both strings, found "
-            f"{shown(dict(message))}: write {{'role': 'user', 'content': 'the question'}}"
+            f"{shown(message)}: write {{'role': 'user', 'content': 'the question'}}"
         )
     for text in (role, content):
         if isinstance(text, str):
             check_text(text)
-    return dict(message)
+    return fields
 
 
 def _dimensions(value: object) -> int | None:
     ndim = getattr(value, "ndim", None)
     return ndim if isinstance(ndim, int) and hasattr(value, "tolist") and not isinstance(value, memoryview) else None
+
+
+def _to_list(array: Any) -> object:
+    """Return an array's items, or the array itself if it has none to give, such as a tensor of the meta device."""
+    try:
+        return array.tolist()
+    except (NotImplementedError, RuntimeError, TypeError, ValueError):
+        return array
 
 
 def read_prompts(source: Path | str, limit: int | None = None) -> list[Prompt]:

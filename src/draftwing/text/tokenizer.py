@@ -20,7 +20,9 @@ from typing import Any, Protocol
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
-from draftwing.errors import ConfigError, DraftwingError, PromptError, TokenizerError
+from draftwing.checks import MAX_TOKENS, Argument, check_arguments
+from draftwing.errors import ConfigError, DraftwingError, PromptError, TokenizerError, shown
+from draftwing.files import check_regular, read_json
 from draftwing.text.prompts import check_text, prepare_messages
 
 # Byte-level tokenizers write printable bytes as themselves, the others as characters from 256 on.
@@ -48,6 +50,7 @@ class Tokenizer:
         file = folder / "tokenizer.json"
         self._slow: Any = None
         try:
+            check_regular(file)
             if file.exists():
                 self.fast = FastTokenizer.from_file(str(file))
                 self.fast.add_tokens(self._tokens_to_add())
@@ -61,6 +64,8 @@ class Tokenizer:
                 f"{folder}: no tokenizer can be read from this folder ({error}): put the model's tokenizer.json next "
                 f"to its config.json"
             ) from error
+        if not self.fast.get_vocab_size(with_added_tokens=True):
+            raise TokenizerError(f"{folder}: the tokenizer has no tokens: put the model's tokenizer.json there again")
 
     @classmethod
     def from_transformers(cls, tokenizer: Any) -> Tokenizer:
@@ -120,7 +125,7 @@ class Tokenizer:
     def _read_json(self, name: str) -> dict[str, Any]:
         file = self.folder / name
         try:
-            content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+            content = read_json(file) if file.exists() else {}
         except (OSError, ValueError) as error:
             raise TokenizerError(f"{file}: not readable as JSON ({error}): download it again") from error
         return content if isinstance(content, dict) else {}
@@ -293,6 +298,33 @@ class TokenDecoder(Protocol):
         ...
 
 
+_ARGUMENTS = {
+    "skip_special_tokens": Argument((bool,), "True or False"),
+    "min_ids": Argument((int,), "a whole number of at least 0", least=0),
+}
+
+
+def check_decoder(tokenizer: object) -> None:
+    """Raise ConfigError if a tokenizer cannot decode ids as a ``TokenDecoder`` does."""
+    try:
+        text = tokenizer.decode([], skip_special_tokens=True)  # type: ignore[attr-defined]
+    except Exception:  # raised by the caller's own class
+        text = None
+    if not isinstance(text, str):
+        raise ConfigError(
+            f"tokenizer must have a method decode(ids, skip_special_tokens=...) that returns a text, found "
+            f"{shown(tokenizer)}: pass LM.tokenizer, or a tokenizers.Tokenizer"
+        )
+
+
+def _check_ids(name: str, ids: Sequence[int]) -> None:
+    is_list = type(ids) in (list, tuple, range) and len(ids) <= MAX_TOKENS
+    if not is_list or not all(type(token) is int and 0 <= token < 2**32 for token in ids):
+        raise PromptError(
+            f"{name} must be a list of token ids (ints), found {shown(ids)}: convert arrays with .tolist()"
+        )
+
+
 class TextStream:
     """The printable text of a growing list of token ids, up to the first stop string.
 
@@ -313,7 +345,8 @@ class TextStream:
         min_ids: stop strings that are completed by the first ``min_ids`` ids do not count.
 
     Raises:
-        ConfigError: ``stop`` is not a tuple of strings of at least one character.
+        ConfigError: ``stop`` is not a tuple of strings of at least one character, or an argument has a wrong type.
+        PromptError: ``prompt_ids`` is not a list of token ids.
     """
 
     def __init__(
@@ -325,11 +358,18 @@ class TextStream:
         skip_special_tokens: bool = True,
         min_ids: int = 0,
     ) -> None:
-        if not isinstance(stop, tuple | list):
-            raise ConfigError(f"stop: expected a tuple of strings, found {stop!r}; write a single one as ('...',).")
+        if type(stop) not in (tuple, list):
+            raise ConfigError(
+                f"stop: expected a tuple of strings, found {shown(stop)}; write a single one as ('...',)."
+            )
         for i, item in enumerate(stop):
             if not isinstance(item, str) or not item:
-                raise ConfigError(f"stop[{i}]: expected a string of one character or more, found {item!r}; omit it.")
+                raise ConfigError(
+                    f"stop[{i}]: expected a string of one character or more, found {shown(item)}; omit it."
+                )
+        check_arguments(_ARGUMENTS, {"skip_special_tokens": skip_special_tokens, "min_ids": min_ids})
+        check_decoder(tokenizer)
+        _check_ids("prompt_ids", prompt_ids)
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._stop, self._min_ids = tuple(stop), min_ids
@@ -366,7 +406,9 @@ class TextStream:
 
         Raises:
             DraftwingError: ``flush`` was called before.
+            PromptError: ``ids`` is not a list of token ids.
         """
+        _check_ids("ids", ids)
         if self._flushed:
             raise DraftwingError(
                 "TextStream.push: expected an open stream, found one whose flush() was called; "

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from draftwing.errors import CheckpointError
+from draftwing.files import check_regular
 from draftwing.storage import replacing, writing
 
 CHECKPOINT = "checkpoint.pt"
@@ -31,9 +32,12 @@ def read_checkpoint(folder: Path) -> dict[str, Any] | None:
     if not file.exists():
         return None
     try:
+        check_regular(file)
         state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle, zip and torch errors of many kinds
         raise CheckpointError(
             f"{file} cannot be read ({error}): delete it to restart this run, or choose another --out"
         ) from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{file} holds no checkpoint: delete it to restart this run, or choose another --out")
     return state

@@ -23,7 +23,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from torch import Tensor
 
 from draftwing.errors import ConfigError, DataError, TokenizerError, shown
-from draftwing.text.prompts import FORMS, Message, is_record, parse_json, read_record
+from draftwing.files import parse_json
+from draftwing.text.prompts import FORMS, Message, is_record, read_record
 from draftwing.text.tokenizer import Tokenizer
 
 OnProgress = Callable[[int, int], None]  # called with the amount done and the total

@@ -29,13 +29,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from draftwing.errors import CheckpointError, NumericsError
+from draftwing.checks import Argument, check_arguments
+from draftwing.errors import CheckpointError, DraftwingError, NumericsError, shown
 from draftwing.methods.calibration import Calibration
 from draftwing.methods.net import DraftNet
 from draftwing.methods.registry import method_of_net
 from draftwing.models.linear import Linear
 from draftwing.storage import locked, write_text, writing
-from draftwing.train.checkpoint import read_checkpoint, write_checkpoint
+from draftwing.train.checkpoint import CHECKPOINT, read_checkpoint, write_checkpoint
 from draftwing.train.features import FeatureBatch, FeatureSource
 from draftwing.train.loss import Truth, loss_of
 from draftwing.train.options import TrainOptions
@@ -49,6 +50,15 @@ LEAST_SIZE = 2.0**-10  # for a channel that is 0 on the first batch
 UNPLANNED = 10**9  # iterations of a timed run until its speed is known
 WARM_UP_ITERATIONS = 3  # slower than the rest, and left out when the speed is measured
 REPLAN = (0.02, 0.25, 0.5, 0.75)  # shares of a timed run after which the number of iterations is estimated again
+_LIKE_PARAMETERS = {"exp_avg", "exp_avg_sq", "momentum_buffer"}  # of an optimizer's state, shaped like parameters
+_STATE = {  # of a checkpoint
+    **dict.fromkeys(("options", "net", "calibration", "average"), Argument((Mapping,), "a dict")),
+    "optimizers": Argument((list,), "a list"),
+    "iteration": Argument((int,), "a number of iterations", least=0, most=UNPLANNED),
+    "iterations": Argument((int,), "a number of iterations", least=1, most=UNPLANNED),
+    "seconds": Argument((int, float), "a finite number of seconds", least=0, most=1e12),
+    "replanned": Argument((int,), "a number of estimates", least=0, most=len(REPLAN)),
+}
 
 
 # --- units of inputs -------------------------------------------------------------------------------------------------
@@ -246,20 +256,39 @@ class Trainer:
 
     def _resume(self) -> None:
         state = read_checkpoint(self.out)
+        try:
+            self._restore(state)
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
+            if isinstance(error, DraftwingError):
+                raise
+            raise CheckpointError(
+                f"{self.out / CHECKPOINT} does not hold the state of such a run ({type(error).__name__}: "
+                f"{shown(str(error))}): delete it to restart this run, or choose another --out"
+            ) from error
+        if self.accelerator.is_main_process:
+            self._drop_later_metrics()
+
+    def _restore(self, state: dict[str, Any] | None) -> None:
         if state is not None:
+            check_arguments(_STATE, state, CheckpointError)
             self.options.check_resumes(state["options"], str(self.out))
             self.net.load_state_dict(state["net"])
             calibration = Calibration(**state["calibration"])
             self.net.config = dataclasses.replace(self.net.config, calibration=calibration)
             for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
+                for parameter, values in optimizer.state.items():
+                    for name in _LIKE_PARAMETERS & values.keys():
+                        if values[name].shape != parameter.shape:
+                            raise ValueError(f"{name} of the optimizer has the shape {tuple(values[name].shape)}")
+            shapes = {name: each.shape for name, each in self.net.state_dict().items()}
+            if any(each.shape != shapes[name] for name, each in state["average"].items()):
+                raise ValueError("the average has other shapes than the net")
             device = self.net.device
             self._average = {name: value.to(device) for name, value in state["average"].items()}
             self._sizes = {name: value.to(device) for name, value in state.get("input_sizes", {}).items()}
             self.iteration, self.iterations = state["iteration"], self.options.iterations or state["iterations"]
             self.seconds, self._replanned = state["seconds"], state["replanned"]
-        if self.accelerator.is_main_process:
-            self._drop_later_metrics()
 
     def _drop_later_metrics(self) -> None:
         """Remove iterations after the checkpoint, which a killed run may have logged."""
