@@ -230,8 +230,8 @@ class PageTable:
         if self.num_available:
             page = self._take()
             for cache in self.caches:
-                slots = cache.data.unflatten(4, (-1, PAGE))
-                put(slots[..., page, :, :], slots[..., source, :, :])
+                pages = cache.data.view(*cache.data.shape[:4], -1, PAGE, cache.data.shape[5])
+                put(pages[..., page, :, :], pages[..., source, :, :])
         self.release([source])
         return page
 
