@@ -11,17 +11,18 @@ from itertools import pairwise, product
 import pytest
 
 from conftest import refused
-from draftwing.budget.costs import (
-    Costs,
-    Curve,
+from draftwing.budget.costs import Costs, Curve
+from draftwing.errors import ConfigError
+from draftwing.lab.forecast import (
     best_gamma,
+    draft_ratio,
     expected_tokens,
     inflection_length,
+    measured_speedup,
     memory_factor,
     operations_factor,
     predicted_speedup,
 )
-from draftwing.errors import ConfigError
 
 ALPHAS = (0.0, 0.1, 0.35, 0.5, 0.8, 0.97, 1.0)
 GAMMAS = (0, 1, 2, 3, 5, 7)
@@ -206,8 +207,8 @@ def test_seconds_add_up():
     assert costs.draft_seconds(2, 1, 3) == pytest.approx(0.5 * 1.2)
     chains_alone = Costs(costs.verify, costs.chain)
     assert chains_alone.draft_seconds(3, 4) == chains_alone.draft_seconds(3, 1) == pytest.approx(0.7)
-    assert costs.c == pytest.approx(0.2 / 4.0)  # a level more, not the first with what it needs beside
-    assert Costs(costs.verify, Curve(((1, 1.0),))).c == 0.25
+    assert draft_ratio(costs) == pytest.approx(0.2 / 4.0)  # a level more, not the first with what it needs beside
+    assert draft_ratio(Costs(costs.verify, Curve(((1, 1.0),)))) == 0.25
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -216,7 +217,7 @@ def test_speedup_is_tokens_over_time(rows):
         plain = COSTS.verify_seconds(1, rows, context)
         spent = COSTS.draft_seconds(gamma, 1, rows) + COSTS.verify_seconds(gamma + 1, rows, context)
         tokens = sum(chance * emitted for chance, emitted in outcomes(alpha, gamma))
-        assert COSTS.speedup(alpha, gamma, rows, context) == pytest.approx(tokens / spent * plain)
+        assert measured_speedup(COSTS, alpha, gamma, rows, context) == pytest.approx(tokens / spent * plain)
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -226,8 +227,12 @@ def test_at_the_inflection_length_chains_break_even(gamma, rows):
     for alpha in (0.3, 0.7, 1.0):
         length = inflection_length(steep, alpha, gamma, rows)
         assert 0 < length < math.inf
-        assert steep.speedup(alpha, gamma, rows, length) == pytest.approx(1)
-        assert steep.speedup(alpha, gamma, rows, 1.01 * length) > 1 > steep.speedup(alpha, gamma, rows, 0.99 * length)
+        assert measured_speedup(steep, alpha, gamma, rows, length) == pytest.approx(1)
+        assert (
+            measured_speedup(steep, alpha, gamma, rows, 1.01 * length)
+            > 1
+            > measured_speedup(steep, alpha, gamma, rows, 0.99 * length)
+        )
 
 
 BY_NODES = Costs(
@@ -263,7 +268,7 @@ def test_a_target_that_drafts_for_itself_breaks_even_there(gamma, rows):
 
 def test_inflection_at_once_and_never():
     assert inflection_length(COSTS, 0.9, 4) == 0.0
-    assert COSTS.speedup(0.9, 4, 1, 0) > 1
+    assert measured_speedup(COSTS, 0.9, 4, 1, 0) > 1
     steep = Costs(Curve(((1, 1.0), (2, 3.0))), per_token=0.001)
     assert inflection_length(steep, 0.0, 3) == math.inf  # nothing is ever accepted
     assert inflection_length(Costs(steep.verify), 0.9, 1) == math.inf  # a longer context changes nothing

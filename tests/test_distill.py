@@ -19,12 +19,12 @@ from draftwing.methods.causal_lm import read_causal_lm
 from draftwing.methods.objectives import OBJECTIVES, AlignedLoss, head_loss, objective_named
 from draftwing.methods.registry import convert, diagnose, get_method, method_of_folder
 from draftwing.models.lean import LeanTarget
-from draftwing.train.checkpoint import read_checkpoint
 from draftwing.train.data import collate
 from draftwing.train.features import FeatureBatch, OnPolicyFeatures, scored
 from draftwing.train.loss import Truth
 from draftwing.train.options import TrainOptions
 from draftwing.train.session import RunFiles, Session, prepare
+from draftwing.train.trainer import read_checkpoint
 from test_trainer import assert_same_run, metrics_of, stop_at, toy_corpus
 
 CPU = torch.device("cpu")

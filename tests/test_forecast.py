@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import draftwing as dw
 from conftest import refused
-from draftwing.budget.costs import Costs, Curve, expected_tokens
+from draftwing.budget.costs import Costs, Curve
 from draftwing.cli.main import app
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.formats.identity import head_id
@@ -23,6 +23,7 @@ from draftwing.lab.forecast import (
     ReferenceTree,
     accepted,
     collect,
+    expected_tokens,
     forecast,
     statistics,
     walk,

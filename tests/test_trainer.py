@@ -29,12 +29,11 @@ from draftwing.methods.eagle import initialise
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
 from draftwing.models.lean import LeanTarget
 from draftwing.train import trainer as trainer_module
-from draftwing.train.checkpoint import CHECKPOINT, read_checkpoint
 from draftwing.train.data import Batch, Batches, Corpus, Example
 from draftwing.train.features import FeatureBatch, OnlineFeatures, scored
 from draftwing.train.options import TrainOptions
 from draftwing.train.session import RunFiles, prepare
-from draftwing.train.trainer import Trainer
+from draftwing.train.trainer import CHECKPOINT, Trainer, read_checkpoint
 
 METRICS = "metrics.jsonl"
 RANKS_TIMEOUT = 280  # seconds: on a busy machine most of it is imports

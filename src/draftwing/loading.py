@@ -13,7 +13,6 @@ import torch
 from draftwing.accept import get_rule
 from draftwing.checks import Argument, check_arguments
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError, shown
-from draftwing.files import read_json
 from draftwing.lm import LM
 from draftwing.methods.base import Budget, Drafter
 from draftwing.methods.registry import drafter_maker
@@ -23,6 +22,7 @@ from draftwing.models.config import LEAN_MODEL_TYPES, read_config
 from draftwing.models.lean import LeanTarget
 from draftwing.models.resolve import resolve
 from draftwing.models.target import Target
+from draftwing.storage import read_json
 from draftwing.text.tokenizer import Tokenizer
 
 DTYPES = {

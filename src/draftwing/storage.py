@@ -1,4 +1,4 @@
-"""Write files whole or not at all, lock output folders, and keep this machine's cache folder.
+"""Read and write files, lock output folders, and keep this machine's cache folder.
 
 The cache folder holds the compiled kernel, measured costs and downloaded models. These files are executed and trusted,
 so no other user may write to it. On Linux the folder is opened once, its owner and mode are checked on the open handle,
@@ -8,14 +8,16 @@ and files are accessed through it: replacing the folder after the check has no e
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -36,6 +38,42 @@ _FIXES = {
     errno.EEXIST: "part of the path is a file: choose another path",
     errno.ENOTDIR: "part of the path is a file: choose another path",
 }
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def exists(path: str | Path) -> bool:
+    """Return True if there is such a file or folder; False also for names that the system cannot have."""
+    try:
+        return Path(path).expanduser().exists()
+    except (OSError, RuntimeError, ValueError):  # too long, an unknown user's home, a null character
+        return False
+
+
+def check_regular(path: Path) -> None:
+    """Raise OSError for a pipe, a socket or a device, since reading it may block forever."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path.name} is not a regular file")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text. Raises ValueError if it is not JSON, or nested too deep."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+
+
+def read_json(path: Path) -> Any:
+    """Return the value of a JSON file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not JSON in UTF-8, or nested too deep.
+    """
+    check_regular(path)
+    return parse_json(path.read_text(encoding="utf-8"))
 
 
 # --- output files ----------------------------------------------------------------------------------------------------
@@ -118,6 +156,61 @@ def _lock_or_refuse(handle: int, path: Path, file: Path, problem: type[Draftwing
         ) from None
     except OSError:
         pass  # a file system without locks
+
+
+class RecordFile:
+    """The whole lines of a file. An unfinished last line, which a kill leaves, is ignored, then overwritten.
+
+    Args:
+        file: need not exist.
+        command: the command that writes it, for error messages.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+
+    def __init__(self, file: Path, command: str) -> None:
+        self._file, self._command = file, command
+        try:
+            content = file.read_bytes() if file.exists() else b""
+        except OSError as error:
+            raise CheckpointError(f"{file}: cannot be read ({error}): choose another --out") from error
+        *self._lines, unfinished = content.split(b"\n")
+        self._num_bytes = len(content) - len(unfinished)
+
+    def load(self, take: Callable[[Any], None], lines: slice = slice(None)) -> None:
+        """Call ``take`` with every record, or with those of some lines.
+
+        Raises:
+            CheckpointError: a line is not JSON, or ``take`` raises KeyError, TypeError or ValueError.
+        """
+        for number, line in list(enumerate(self._lines, 1))[lines]:
+            try:
+                take(parse_json(line))
+            except (KeyError, TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"{self._file}, line {number}: not a record of draftwing {self._command} ({error!r}): delete the "
+                    f"line, or delete the file to start again"
+                ) from error
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Append a record and sync it to disk.
+
+        Raises:
+            CheckpointError: for example if the disk is full.
+        """
+        line = json.dumps(record, ensure_ascii=False, default=str).encode() + b"\n"
+        try:
+            with self._file.open("ab") as file:
+                file.truncate(self._num_bytes)
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._file}: cannot be written to ({error}): {write_fix(error)}; earlier records are kept"
+            ) from error
+        self._num_bytes += len(line)
 
 
 # --- the cache folder ------------------------------------------------------------------------------------------------

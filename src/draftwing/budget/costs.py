@@ -1,15 +1,7 @@
-"""The cost of a step on this machine (measured by ``budget.measure``), and the speedup that follows from it.
-
-    T_V(n)  a target forward over n nodes, with everything after it      alpha   chance that a drafted token is accepted
-    T_T     a baseline step, T_V(1)                                      gamma   tokens drafted per step, in a chain
-    T_D     one level of drafting; c = T_D / T_T                         tau     tokens emitted per target forward
-
-Formulas: Leviathan et al. (2211.17192) for costs as a ratio c, MagicDec (2408.11049) for measured T_V.
-"""
+"""The cost of a step on this machine, measured by ``budget.measure``: functions of nodes, depth, rows and context."""
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -19,57 +11,6 @@ from typing import Any
 from draftwing.errors import ConfigError
 
 CURVES = ("verify", "chain", "tree", "per_token_of")  # attributes of ``Costs``
-
-
-def _check(alpha: float, gamma: float, c: float = 0.0) -> None:
-    if not 0 <= alpha <= 1 or gamma < 0 or not c >= 0:
-        raise ConfigError(
-            f"the cost model needs alpha in [0, 1], gamma and c >= 0; found alpha={alpha}, gamma={gamma}, c={c}"
-        )
-
-
-def expected_tokens(alpha: float, gamma: int) -> float:
-    """Tokens per target forward with a chain: (1 - alpha^(gamma + 1)) / (1 - alpha) (2211.17192, eq. 1).
-
-    Raises:
-        ConfigError: alpha outside [0, 1], negative gamma or c (also in the functions below).
-    """
-    _check(alpha, gamma)
-    return float(gamma + 1) if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
-
-
-def predicted_speedup(alpha: float, gamma: int, c: float, verify_ratio: float = 1.0) -> float:
-    """Speedup of chains over the baseline (2211.17192, theorem 3.8).
-
-    Args:
-        c: T_D / T_T.
-        verify_ratio: T_V(gamma + 1) / T_T: 1 in the paper, measured in MagicDec (2408.11049, eq. 1).
-    """
-    _check(alpha, gamma, c)
-    return expected_tokens(alpha, gamma) / (gamma * c + verify_ratio)
-
-
-def best_gamma(alpha: float, c: float, upto: int = 64) -> int:
-    """The chain length of the highest predicted speedup if verification is free; 0 if none gains (alpha <= c)."""
-    _check(alpha, upto, c)
-    if alpha <= c:  # corollary 3.9; not left to the last bit of equal speedups
-        return 0
-    return max(range(upto + 1), key=lambda gamma: (predicted_speedup(alpha, gamma, c), -gamma))
-
-
-def operations_factor(alpha: float, gamma: int, c_operations: float) -> float:
-    """Arithmetic per token relative to the baseline (2211.17192, theorem 3.11).
-
-    Args:
-        c_operations: arithmetic of a draft step / of a target token.
-    """
-    _check(alpha, gamma, c_operations)
-    return (gamma * c_operations + gamma + 1) / expected_tokens(alpha, gamma)
-
-
-def memory_factor(alpha: float, gamma: int) -> float:
-    """Reads of the target's weights per token relative to the baseline: 1 / tau (2211.17192, section 3.4)."""
-    return 1 / expected_tokens(alpha, gamma)
 
 
 _MOST = 1e9  # far above any count and any number of seconds
@@ -209,20 +150,6 @@ class Costs:
         wide = self.draft_seconds(8, self.width) / max(self.draft_seconds(8), 1e-7)
         return min(max((wide - 1) / max(self.width - 1, 1), 0.02), 1.0)
 
-    @property
-    def c(self) -> float:
-        """T_D / T_T."""
-        knots = self.chain.knots
-        if len(knots) < 2:
-            return self.chain(1) / self.verify(1)
-        (first, low), (last, high) = knots[0], knots[-1]
-        return max(high - low, 0.0) / (last - first) / self.verify(1)
-
-    def speedup(self, alpha: float, gamma: int, rows: int = 1, context: float | None = None) -> float:
-        """Speedup of chains of ``gamma`` over the baseline, by the measured times (2408.11049)."""
-        spent = self.draft_seconds(gamma, 1, rows) + self.verify_seconds(gamma + 1, rows, context)
-        return expected_tokens(alpha, gamma) * self.verify_seconds(1, rows, context) / spent
-
     def to_dict(self) -> dict[str, Any]:
         """Return the costs as JSON values."""
         return asdict(self)
@@ -258,25 +185,3 @@ def _is_curve(curve: Curve) -> bool:
     numbers = [number for knot in curve.knots for number in knot]
     rises = all(left < right and low <= high for (left, low), (right, high) in pairwise(curve.knots))
     return rises and all(0 <= number < _MOST for number in numbers)
-
-
-def inflection_length(costs: Costs, alpha: float, gamma: int, rows: int = 1, *, view: int | None = None) -> float:
-    """Context length from which chains of ``gamma`` gain (MagicDec 2408.11049, section 3).
-
-    With longer contexts reading the KV cache, once for all nodes, dominates, and T_V / T_T falls towards 1.
-
-    Args:
-        view: slots that a self-drafting target attends to: a draft step then costs a baseline step of that length.
-            None: as measured.
-
-    Returns:
-        0 if they gain from the start, infinity if they never do.
-    """
-    tokens = expected_tokens(alpha, gamma)
-    draft = costs.draft_seconds(gamma, 1, rows) if view is None else gamma * costs.verify_seconds(1, rows, view)
-    loss = draft + costs.verify_seconds(gamma + 1, rows, 0) - tokens * costs.verify_seconds(1, rows, 0)  # per step
-    if loss <= 0 and view is None:
-        return 0.0
-    gain = (tokens * costs.token_seconds(1) - costs.token_seconds(gamma + 1)) * rows  # per token of context
-    length = loss / gain if gain > 0 else math.inf
-    return length if view is None else max(length, float(view))

@@ -30,14 +30,13 @@ from draftwing.budget.costs import Costs, Curve
 from draftwing.budget.planner import Planner
 from draftwing.cpu.library import get_kernel
 from draftwing.errors import ConfigError
-from draftwing.files import parse_json
 from draftwing.methods.base import Budget, Drafter, NoDrafter
 from draftwing.models.context import Context, FeatureSpec
 from draftwing.models.lean import LeanContext
 from draftwing.models.target import Target
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.stats import Step, Timings
-from draftwing.storage import Folder, private_folder
+from draftwing.storage import Folder, parse_json, private_folder
 from draftwing.tree import DraftTree
 
 TASKS = Path("/proc/self/task")

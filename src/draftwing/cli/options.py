@@ -200,7 +200,7 @@ class Drafting:
 
 
 def _read_paths(file: Path) -> Any:
-    from draftwing.files import parse_json
+    from draftwing.storage import parse_json
 
     with file.open("rb") as stream:
         content = stream.read(_MAX_TREE_FILE_BYTES + 1)

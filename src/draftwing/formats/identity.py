@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from draftwing.errors import CheckpointError, ConfigError
-from draftwing.files import read_json
 from draftwing.methods.net import TargetId
 from draftwing.models.config import read_config
 from draftwing.models.target import Target
+from draftwing.storage import read_json
 from draftwing.text.tokenizer import Tokenizer
 
 # The names that config classes give to the same size.

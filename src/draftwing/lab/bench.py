@@ -20,16 +20,14 @@ import draftwing
 from draftwing.accept import get_rule
 from draftwing.cpu.library import get_kernel
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError, shown
-from draftwing.files import parse_json
 from draftwing.formats.gguf_folder import LINK
 from draftwing.lab.bench_sets import Question, QuestionSet
 from draftwing.lab.compare import first_difference, promise_of
 from draftwing.lab.machine import describe_machine, describe_target
-from draftwing.lab.records import RecordFile
 from draftwing.lm import LM, Generation
 from draftwing.sampling import Sampling
 from draftwing.sampling_options import nth_seed
-from draftwing.storage import locked
+from draftwing.storage import RecordFile, locked, parse_json
 
 FILE = "records.jsonl"
 _WARM_UP_TOKENS = 16

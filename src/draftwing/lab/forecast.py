@@ -28,19 +28,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from draftwing.budget.costs import (
-    Costs,
-    best_gamma,
-    expected_tokens,
-    inflection_length,
-    memory_factor,
-    operations_factor,
-    predicted_speedup,
-)
+from draftwing.budget.costs import Costs
 from draftwing.decode import Decoder
 from draftwing.engine import Engine
 from draftwing.errors import CheckpointError, ConfigError
-from draftwing.files import check_regular
 from draftwing.formats.identity import head_id
 from draftwing.lab.compare import compare
 from draftwing.lm import LM
@@ -50,7 +41,7 @@ from draftwing.models.target import Target
 from draftwing.request import Request
 from draftwing.runtime.tree_builder import static_levels
 from draftwing.sampling import Sampling, SamplingBatch
-from draftwing.storage import replacing, writing
+from draftwing.storage import check_regular, replacing, writing
 from draftwing.text.prompts import Prompt
 from draftwing.tree import PAD, Accepted, DraftTree
 
@@ -634,7 +625,7 @@ def predict(
     base, *methods, auto = comparison.methods
     alpha = min(_pooled(methods[-1].alpha), 1.0)
     # Weights that a draft step multiplies with, over those of a target forward; 0 for lookup.
-    c, ratio = costs.c, lm.drafter.num_bytes / lm.target.num_weight_bytes
+    c, ratio = draft_ratio(costs), lm.drafter.num_bytes / lm.target.num_weight_bytes
     chains = []
     for gamma, method in zip(gammas, methods, strict=True):
         inflection = inflection_length(costs, alpha, gamma)
@@ -644,7 +635,7 @@ def predict(
                 "tau_predicted": expected_tokens(alpha, gamma),
                 "tau": method.tau,
                 "paper": predicted_speedup(alpha, gamma, c),
-                "measured_costs": costs.speedup(alpha, gamma),
+                "measured_costs": measured_speedup(costs, alpha, gamma),
                 "speedup": method.speedup,
                 "operations": operations_factor(alpha, gamma, ratio),
                 "memory": memory_factor(alpha, gamma),
@@ -672,7 +663,7 @@ def describe_costs(costs: Costs) -> dict[str, Any]:
     return {
         "plain_step_ms": round(1e3 * plain, 2),
         "verify_of_plain": "  ".join(f"{n}: {costs.verify_seconds(n) / plain:.2f}" for n in nodes),
-        **({"draft_step_of_plain": round(costs.c, 3)} if costs.chain.knots else {}),
+        **({"draft_step_of_plain": round(draft_ratio(costs), 3)} if costs.chain.knots else {}),
         "us_per_token_of_context": round(1e6 * costs.per_token, 2),
     }
 
@@ -685,3 +676,100 @@ def _pooled(alpha: Sequence[float]) -> float:
         weight *= share
         taken += weight
     return taken / reached if reached else 0.0
+
+
+# --- formulas --------------------------------------------------------------------------------------------------------
+#
+#     T_V(n)  a target forward over n nodes, with everything after it    alpha   chance that a drafted token is accepted
+#     T_T     a baseline step, T_V(1)                                    gamma   tokens drafted per step, in a chain
+#     T_D     one level of drafting; c = T_D / T_T                       tau     tokens emitted per target forward
+#
+# Leviathan et al. (2211.17192) for costs as a ratio c, MagicDec (2408.11049) for measured T_V.
+
+
+def _check(alpha: float, gamma: float, c: float = 0.0) -> None:
+    if not 0 <= alpha <= 1 or gamma < 0 or not c >= 0:
+        raise ConfigError(
+            f"the cost model needs alpha in [0, 1], gamma and c >= 0; found alpha={alpha}, gamma={gamma}, c={c}"
+        )
+
+
+def expected_tokens(alpha: float, gamma: int) -> float:
+    """Tokens per target forward with a chain: (1 - alpha^(gamma + 1)) / (1 - alpha) (2211.17192, eq. 1).
+
+    Raises:
+        ConfigError: alpha outside [0, 1], negative gamma or c (also in the functions below).
+    """
+    _check(alpha, gamma)
+    return float(gamma + 1) if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
+
+
+def predicted_speedup(alpha: float, gamma: int, c: float, verify_ratio: float = 1.0) -> float:
+    """Speedup of chains over the baseline (2211.17192, theorem 3.8).
+
+    Args:
+        c: T_D / T_T.
+        verify_ratio: T_V(gamma + 1) / T_T: 1 in the paper, measured in MagicDec (2408.11049, eq. 1).
+    """
+    _check(alpha, gamma, c)
+    return expected_tokens(alpha, gamma) / (gamma * c + verify_ratio)
+
+
+def best_gamma(alpha: float, c: float, upto: int = 64) -> int:
+    """The chain length of the highest predicted speedup if verification is free; 0 if none gains (alpha <= c)."""
+    _check(alpha, upto, c)
+    if alpha <= c:  # corollary 3.9; not left to the last bit of equal speedups
+        return 0
+    return max(range(upto + 1), key=lambda gamma: (predicted_speedup(alpha, gamma, c), -gamma))
+
+
+def operations_factor(alpha: float, gamma: int, c_operations: float) -> float:
+    """Arithmetic per token relative to the baseline (2211.17192, theorem 3.11).
+
+    Args:
+        c_operations: arithmetic of a draft step / of a target token.
+    """
+    _check(alpha, gamma, c_operations)
+    return (gamma * c_operations + gamma + 1) / expected_tokens(alpha, gamma)
+
+
+def memory_factor(alpha: float, gamma: int) -> float:
+    """Reads of the target's weights per token relative to the baseline: 1 / tau (2211.17192, section 3.4)."""
+    return 1 / expected_tokens(alpha, gamma)
+
+
+def draft_ratio(costs: Costs) -> float:
+    """c = T_D / T_T: the time of one more level of drafting, relative to a baseline step."""
+    knots = costs.chain.knots
+    if len(knots) < 2:
+        return costs.chain(1) / costs.verify(1)
+    (first, low), (last, high) = knots[0], knots[-1]
+    return max(high - low, 0.0) / (last - first) / costs.verify(1)
+
+
+def measured_speedup(costs: Costs, alpha: float, gamma: int, rows: int = 1, context: float | None = None) -> float:
+    """Speedup of chains of ``gamma`` over the baseline, by the measured times (2408.11049)."""
+    spent = costs.draft_seconds(gamma, 1, rows) + costs.verify_seconds(gamma + 1, rows, context)
+    return expected_tokens(alpha, gamma) * costs.verify_seconds(1, rows, context) / spent
+
+
+def inflection_length(costs: Costs, alpha: float, gamma: int, rows: int = 1, *, view: int | None = None) -> float:
+    """Context length from which chains of ``gamma`` gain (MagicDec 2408.11049, section 3).
+
+    With longer contexts reading the KV cache, once for all nodes, dominates, and T_V / T_T falls towards 1.
+
+    Args:
+        view: slots that a self-drafting target attends to: a draft step then costs a baseline step of that length.
+            None: as measured.
+
+    Returns:
+        0 if they gain from the start, infinity if they never do.
+    """
+    tokens = expected_tokens(alpha, gamma)
+    draft = costs.draft_seconds(gamma, 1, rows) if view is None else gamma * costs.verify_seconds(1, rows, view)
+    loss = draft + costs.verify_seconds(gamma + 1, rows, 0) - tokens * costs.verify_seconds(1, rows, 0)  # per step
+    if loss <= 0 and view is None:
+        return 0.0
+    gain = (tokens * costs.token_seconds(1) - costs.token_seconds(gamma + 1)) * rows  # per token of context
+    length = loss / gain if gain > 0 else math.inf
+    return length if view is None else max(length, float(view))

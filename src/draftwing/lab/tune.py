@@ -25,14 +25,13 @@ from draftwing.budget.measure import costs_of
 from draftwing.decode import loop_of
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
 from draftwing.formats.write import check_destination
-from draftwing.lab.records import RecordFile
 from draftwing.methods.base import Drafter
 from draftwing.methods.layer_skip import LayerSet, LayerSkipDrafter
 from draftwing.methods.net import TargetId
 from draftwing.methods.unroll import UnrolledAttention
 from draftwing.models.lean import LeanTarget
 from draftwing.models.subnet import Parts, SubNet
-from draftwing.storage import locked
+from draftwing.storage import RecordFile, locked
 
 FILE = "trials.jsonl"
 DEPTH = 4  # length of recorded chains; the acceptance of longer ones is extrapolated

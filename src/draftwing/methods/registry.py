@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from draftwing.checks import pairs
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError, shown
-from draftwing.files import exists
 from draftwing.models.catalogue import CATALOGUE, TOY, entry_of
+from draftwing.storage import exists
 
 if TYPE_CHECKING:
     import torch

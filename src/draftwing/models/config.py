@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError, shown
-from draftwing.files import check_regular, read_json
+from draftwing.storage import check_regular, read_json
 
 _REQUIRED: Final = object()
 _DOWNLOAD = "download the model's config.json again."

@@ -26,10 +26,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from draftwing.errors import CheckpointError, shown
-from draftwing.files import exists
 from draftwing.models.catalogue import Entry, Hub, Shipped, Wheel, close_names, default_model, entry_of
 from draftwing.shipped import shipped_folder
-from draftwing.storage import Folder, cache_folder, open_folder, private_folder
+from draftwing.storage import Folder, cache_folder, exists, open_folder, private_folder
 
 
 def resolve(model: str | Path | None, revision: str | None = None) -> Path:

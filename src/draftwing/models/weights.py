@@ -22,7 +22,7 @@ from torch import Tensor
 
 from draftwing.cpu.layout import FORMATS, format_of
 from draftwing.errors import CheckpointError
-from draftwing.files import parse_json, read_json
+from draftwing.storage import parse_json, read_json
 
 _PIECE = 1 << 22  # weights that are expanded at a time, which bounds the extra memory
 

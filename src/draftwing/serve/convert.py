@@ -10,7 +10,6 @@ from typing import Any
 
 from draftwing.engine import Engine
 from draftwing.errors import ConfigError, DraftwingError, SamplingError, shown
-from draftwing.files import read_json
 from draftwing.limits import AtMost, cut_to_nodes
 from draftwing.lm import LM
 from draftwing.methods.base import Budget
@@ -19,6 +18,7 @@ from draftwing.sampling_options import nth_seed
 from draftwing.serve.errors import Refusal, refusal_for
 from draftwing.serve.models import ChatBody, CompletionBody, Speculation
 from draftwing.serve.tool_calls import CLOSE, OPEN
+from draftwing.storage import read_json
 from draftwing.text.grammar import Grammar
 from draftwing.text.prompts import join_parts
 

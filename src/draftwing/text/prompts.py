@@ -14,8 +14,8 @@ from typing import Any
 
 from draftwing.checks import MAX_TOKENS, listed, pairs
 from draftwing.errors import CheckpointError, DraftwingError, PromptError, shown
-from draftwing.files import parse_json
 from draftwing.shipped import SHIPPED
+from draftwing.storage import parse_json
 
 # role (system, user, assistant or tool) and content; finish_reason is "length" if an answer was cut off
 Message = dict[str, str]

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from draftwing.checks import MAX_TOKENS, Argument, check_arguments
 from draftwing.errors import ConfigError, DraftwingError, PromptError, TokenizerError, shown
-from draftwing.files import check_regular, read_json
+from draftwing.storage import check_regular, read_json
 from draftwing.text.prompts import check_text, prepare_messages
 
 # Byte-level tokenizers write printable bytes as themselves, the others as characters from 256 on.

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from torch import Tensor
 
 from draftwing.errors import ConfigError, DataError, TokenizerError, shown
-from draftwing.files import parse_json
+from draftwing.storage import parse_json
 from draftwing.text.prompts import FORMS, Message, is_record, read_record
 from draftwing.text.tokenizer import Tokenizer
 

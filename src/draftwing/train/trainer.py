@@ -35,11 +35,12 @@ from draftwing.methods.calibration import Calibration
 from draftwing.methods.net import DraftNet
 from draftwing.methods.registry import method_of_net
 from draftwing.models.linear import Linear
-from draftwing.storage import locked, write_text, writing
-from draftwing.train.checkpoint import CHECKPOINT, read_checkpoint, write_checkpoint
+from draftwing.storage import check_regular, locked, replacing, write_text, writing
 from draftwing.train.features import FeatureBatch, FeatureSource
 from draftwing.train.loss import Truth, loss_of
 from draftwing.train.options import TrainOptions
+
+CHECKPOINT = "checkpoint.pt"
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -427,3 +428,32 @@ def make_optimizers(net: DraftNet, options: TrainOptions) -> list[torch.optim.Op
     if rest:
         optimizers.append(torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0))
     return optimizers
+
+
+def write_checkpoint(folder: Path, state: dict[str, Any]) -> None:
+    """Replace the folder's checkpoint. Raises CheckpointError if it cannot be written."""
+    file = folder / CHECKPOINT
+    note = "; make room, or choose another --out: the checkpoint before this one is whole"
+    with writing(file, note=note), replacing(file) as partial:
+        torch.save(state, partial)
+
+
+def read_checkpoint(folder: Path) -> dict[str, Any] | None:
+    """Return the folder's checkpoint; None if there is none.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    file = folder / CHECKPOINT
+    if not file.exists():
+        return None
+    try:
+        check_regular(file)
+        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # pickle, zip and torch errors of many kinds
+        raise CheckpointError(
+            f"{file} cannot be read ({error}): delete it to restart this run, or choose another --out"
+        ) from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{file} holds no checkpoint: delete it to restart this run, or choose another --out")
+    return state
