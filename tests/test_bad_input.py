@@ -255,8 +255,7 @@ def test_drafts_that_do_not_fit(folder, folder_of, tmp_path):
     with refused(TokenizerError, "another tokenizer", "is 'a' for the target and 'b' for the draft", "or draft="):
         load(folder, moved)
     add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=310), large))
-    with refused(TokenizerError, "draft model large has a vocabulary of 310, the target 300", "or draft='lookup'"):
-        load(folder, large)
+    assert load(folder, large) is not None  # the same tokenizer, and ten rows of padding
     add_tokenizer(shutil.copytree(folder_of("gpt2", vocab_size=300), gpt2))
     with refused(UnsupportedError, "is of type 'gpt2'", "must be one of llama, mimo, mistral", "or use draft='lookup'"):
         load(folder, gpt2)

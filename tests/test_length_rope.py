@@ -270,7 +270,7 @@ def test_a_model_that_sees_later_tokens_is_refused():
         return forward(input_ids=input_ids, **options)
 
     model.model.forward = backwards
-    with refused(UnsupportedError, "one token at a time", "own forward"):
+    with refused(UnsupportedError, "one token at a time", "whole text"):
         AdapterTarget(model)
 
 
@@ -294,7 +294,7 @@ def test_half_precision_is_no_reason_to_refuse(dtype, is_refused):
 
     model.forward = rounded
     if is_refused:
-        with refused(UnsupportedError, "own forward"):
+        with refused(UnsupportedError, "whole text"):
             AdapterTarget(model)
     else:
         with pytest.warns(DraftwingWarning, match="without speculation"):

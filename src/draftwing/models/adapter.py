@@ -389,7 +389,7 @@ class AdapterTarget(Target):
         if is_rounded and errors[self._positioned] <= _MAX_ROUNDING:
             return reason
         raise UnsupportedError(
-            f"{self.name}: decoded one token at a time, it does not have the logits of its own forward over the whole "
+            f"{self.name}: decoded one token at a time, it does not have the logits of a forward over the whole "
             f"text, so no decoding would be exact (is it an encoder, or does it need further inputs?): choose another "
             f"model, or use transformers' own generate"
         )

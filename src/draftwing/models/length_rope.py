@@ -82,7 +82,7 @@ class LengthRope:
         return min(self.stretches_at, *(limit for limit in self.switches if start < limit), math.inf)
 
     def reset(self) -> None:
-        """Forget the longest text so far: the next forward has the frequencies of its own length."""
+        """Forget the longest text so far: the next forward has the frequencies of its length."""
         for module in self._dynamic:
             names = [f"{name}_" for name in module.rope_type] if isinstance(module.rope_type, Mapping) else [""]
             for name in names:

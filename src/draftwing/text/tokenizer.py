@@ -57,9 +57,9 @@ class Tokenizer:
                 self.fast.encode_special_tokens = bool(self._config.get("split_special_tokens"))
             else:
                 self.fast = self.pretrained.backend_tokenizer
-        except TokenizerError:
-            raise
         except Exception as error:  # both libraries raise bare Exceptions and many kinds of errors
+            if isinstance(error, TokenizerError) and file.exists():
+                raise
             raise TokenizerError(
                 f"{folder}: no tokenizer can be read from this folder ({error}): put the model's tokenizer.json next "
                 f"to its config.json"
