@@ -77,7 +77,7 @@ def _serve() -> None:
     for line in sys.stdin:
         kind, source, seconds = json.loads(line)
         if hasattr(signal, "setitimer"):  # not on Windows
-            signal.setitimer(signal.ITIMER_PROF, seconds)  # of processor time, from now on; then the process ends
+            signal.setitimer(signal.ITIMER_PROF, seconds)  # processor time, after which the process ends
         _, problem = compile_grammar(tokenizer, kind, source)
         print(json.dumps(problem), flush=True)
 
