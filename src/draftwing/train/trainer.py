@@ -51,8 +51,8 @@ LEAST_SIZE = 2.0**-10  # for a channel that is 0 on the first batch
 UNPLANNED = 10**9  # iterations of a timed run until its speed is known
 WARM_UP_ITERATIONS = 3  # slower than the rest, and left out when the speed is measured
 REPLAN = (0.02, 0.25, 0.5, 0.75)  # shares of a timed run after which the number of iterations is estimated again
-_LIKE_PARAMETERS = {"exp_avg", "exp_avg_sq", "momentum_buffer"}  # of an optimizer's state, shaped like parameters
-_STATE = {  # of a checkpoint
+_LIKE_PARAMETERS = {"exp_avg", "exp_avg_sq", "momentum_buffer"}  # an optimizer keeps these, shaped like parameters
+_STATE = {  # fields of a checkpoint
     **dict.fromkeys(("options", "net", "calibration", "average"), Argument((Mapping,), "a dict")),
     "optimizers": Argument((list,), "a list"),
     "iteration": Argument((int,), "a number of iterations", least=0, most=UNPLANNED),
