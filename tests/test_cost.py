@@ -326,7 +326,7 @@ def curve(*knots):
     ids=str,
 )
 def test_absurd_costs_are_refused(change):
-    with pytest.raises(ConfigError, match="these are no measured costs"):
+    with pytest.raises(ConfigError, match="invalid measured costs"):
         Costs.from_dict({**VALUES, **change})
 
 
