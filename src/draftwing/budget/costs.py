@@ -23,9 +23,7 @@ CURVES = ("verify", "chain", "tree", "per_token_of")  # attributes of ``Costs``
 
 def _check(alpha: float, gamma: float, c: float = 0.0) -> None:
     if not 0 <= alpha <= 1 or gamma < 0 or not c >= 0:
-        raise ConfigError(
-            f"the cost model needs alpha in [0, 1], gamma and c >= 0; found alpha={alpha}, gamma={gamma}, c={c}"
-        )
+        raise ConfigError(f"costs need alpha in [0, 1], gamma and c >= 0; found alpha={alpha}, gamma={gamma}, c={c}")
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
