@@ -188,8 +188,7 @@ class Planner:
         if not drafter.costs_forwards:
             return cls(costs, tree if may_grow else None, shapes=(Budget(tree.depth),), chains=())
         if rule.chain_only or costs.width == 1:
-            chains = [shape for shape in SHAPES if shape.is_chain]
-            return cls(costs, Budget(tree.depth) if may_grow else None, shapes=chains)
+            return cls(costs, Budget(tree.depth) if may_grow else None, shapes=SHAPES[: -len(_TREES)])
         return cls(costs, tree if may_grow else None)
 
     # --- one step --------------------------------------------------------------------------------------------------
