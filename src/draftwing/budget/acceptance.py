@@ -123,8 +123,7 @@ def reached_nodes(
     """
     probs, levels, hits = [], [], []
     for parents_BN, path_BD, probs_BN in steps:
-        rows = zip(path_BD.tolist(), parents_BN.tolist(), strict=True)
-        for row, (path, parents) in enumerate(rows):
+        for row, (path, parents) in enumerate(zip(path_BD.tolist(), parents_BN.tolist(), strict=True)):
             accepted, depths, num_children = set(path), [0] * len(parents), [0] * len(parents)
             row_probs = None if probs_BN is None else probs_BN[row].tolist()
             for node in range(1, len(parents)):

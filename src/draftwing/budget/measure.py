@@ -92,7 +92,7 @@ class Series:
 
     @property
     def are_disturbed(self) -> list[bool]:
-        """For every count, True if all its steps were disturbed."""
+        """For every count, True if all its steps were disturbed; the machine is busy if most are."""
         return [not any(sample.is_clean for sample in samples) for _, samples in self._later()]
 
     def _later(self) -> list[tuple[int, list[Sample]]]:
@@ -238,7 +238,7 @@ def measure(
 
     start, limit = time.perf_counter(), CONFIG.seconds if seconds is None else seconds
     for turn in range(2 * CONFIG.rounds):
-        factor = 2 if turn >= 2 and is_busy(busy_share()) else 1
+        factor = 2 if turn >= 2 and busy_share() > 1 / 2 else 1
         if turn >= 2 and (turn >= factor * CONFIG.rounds or time.perf_counter() - start > factor * limit):
             break
         for series in often if turn >= 2 and turn % 2 == 0 else (*often, *seldom):
@@ -246,39 +246,20 @@ def measure(
 
     curve = Curve.fit(small.seconds | large.seconds)
     if known is not None:
-        costs = known.at_pace(_median([seconds / known.verify_seconds(int(count)) for count, seconds in curve.knots]))
+        costs = known.at_pace(statistics.median([time / known.verify_seconds(int(n)) for n, time in curve.knots]))
     else:
         rows_curve, long_curve = Curve.fit(by_rows.seconds), Curve.fit(by_context.seconds)
-        per_row = _median([(seconds - curve(n * num_rows)) / (num_rows - 1) for n, seconds in rows_curve.knots])
+        per_row = statistics.median([time - curve(n * num_rows) for n, time in rows_curve.knots]) / (num_rows - 1)
         added = long_context - context
         per_token = {n: [max(seconds - curve(n), 0.0) / added] for n, seconds in long_curve.knots}
-        token = _median([values[0] for values in per_token.values()])
-        costs = Costs(
-            curve,
-            per_token=token,
-            per_token_of=Curve.fit(per_token),
-            per_row=max(per_row - context * token, 0.0),  # each row's own tokens are counted separately
-            context=context,
-        )
+        token = statistics.median([values[0] for values in per_token.values()] or [0.0])
+        row = max(per_row - context * token, 0.0)  # each row's own tokens are counted separately
+        costs = Costs(curve, per_token=token, per_token_of=Curve.fit(per_token), per_row=row, context=context)
     chains = Curve.fit_concave(chain.seconds)
     more_rows = Curve.fit(chain_rows.seconds)(1) / chains(depths[-1]) - 1 if depths else 0.0
-    return replace(
-        costs,
-        chain=chains,
-        tree=Curve.fit_line(tree.seconds),
-        width=width,
-        draft_per_row=max(more_rows / (num_rows - 1), 0.0),
-        busy=max(busy_share(), costs.busy),
-    )
-
-
-def is_busy(share: float) -> bool:
-    """Return True if most sizes were only measured in disturbed steps."""
-    return share > 1 / 2
-
-
-def _median(values: Sequence[float]) -> float:
-    return statistics.median(values) if values else 0.0
+    draft_per_row, busy = max(more_rows / (num_rows - 1), 0.0), max(busy_share(), costs.busy)
+    trees = Curve.fit_line(tree.seconds)
+    return replace(costs, chain=chains, tree=trees, width=width, draft_per_row=draft_per_row, busy=busy)
 
 
 def planner_for(target: Target, new_drafter: Callable[[], Drafter], rule: str, new_loop: NewLoop) -> Planner:
@@ -319,7 +300,7 @@ def known_costs(target: Target, drafter: Drafter | None = None) -> Costs | None:
     except (OSError, ValueError, KeyError, TypeError, ConfigError):
         return None
     is_old = not 0 <= age <= CONFIG.busy_lifetime_s
-    return None if (is_busy(costs.busy) and is_old) or not math.isfinite(costs.verify(1)) else costs
+    return None if (costs.busy > 1 / 2 and is_old) or not math.isfinite(costs.verify(1)) else costs
 
 
 def _write(folder: Folder, key: dict[str, object], costs: Costs) -> None:

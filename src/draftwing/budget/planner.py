@@ -161,12 +161,7 @@ class Planner:
     """
 
     def __init__(
-        self,
-        costs: Costs,
-        grown: Budget | None,
-        *,
-        shapes: tuple[Budget, ...] = SHAPES,
-        chains: tuple[int, ...] = (1, 2),
+        self, costs: Costs, grown: Budget | None, *, shapes: Sequence[Budget] = SHAPES, chains: Sequence[int] = (1, 2)
     ) -> None:
         self.costs, self.largest = costs, grown or max(shapes, key=_num_nodes)
         self._grown, self._shapes, self._chains = grown, shapes, chains
@@ -193,8 +188,7 @@ class Planner:
         if not drafter.costs_forwards:
             return cls(costs, tree if may_grow else None, shapes=(Budget(tree.depth),), chains=())
         if rule.chain_only or costs.width == 1:
-            shapes = tuple(shape for shape in SHAPES if shape.is_chain)
-            return cls(costs, Budget(tree.depth) if may_grow else None, shapes=shapes)
+            return cls(costs, Budget(tree.depth) if may_grow else None, shapes=SHAPES[: -len(_TREES)])
         return cls(costs, tree if may_grow else None)
 
     # --- one step --------------------------------------------------------------------------------------------------
@@ -282,15 +276,9 @@ class Planner:
         levels = [pace * costs.draft_seconds(level, 1, rows) for level in range(1, depth + 2)]
         worth = 1 / (rows * max(self._bandit.arms[GROWN].speed, arm.speed)) if arm.speed else baseline_seconds / rows
         knots, rates = self._acceptance.tables()
-        return GrowthRule(
-            knots,
-            rates,
-            np.array([worth * self._ranks.rate(level + 1) for level in range(1, depth + 1)], np.float32),
-            np.maximum(np.diff(levels), 1e-7).astype(np.float32),
-            verify.astype(np.float32),
-            worth,
-            costs.node_share,
-        )
+        gains = np.array([worth * self._ranks.rate(level + 1) for level in range(1, depth + 1)], np.float32)
+        level_costs = np.maximum(np.diff(levels), 1e-7).astype(np.float32)
+        return GrowthRule(knots, rates, gains, level_costs, verify.astype(np.float32), worth, costs.node_share)
 
     def _expected_speed(self, shape: Budget, rows: int) -> float:
         """Return tokens per second of each row with a fixed shape, its nodes being the likeliest by rank."""
