@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 import transformers
@@ -48,7 +50,7 @@ ROBERTA = {"is_decoder": True, "type_vocab_size": 1}
 
 
 def make(name, dtype=torch.float32):
-    kind, extra = (MODELS | WITHOUT_TREES)[name]
+    kind, extra = deepcopy((MODELS | WITHOUT_TREES)[name])  # configs write into their RoPE settings
     config = getattr(transformers, kind)(**{**SMALL, "eos_token_id": None, **extra})
     config._experts_implementation = "eager"
     torch.manual_seed(0)
@@ -189,7 +191,7 @@ def test_a_forward_that_fails_halfway(name):
     ],
 )
 def test_contexts_that_rope_stretches(rope, length):
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, rope_parameters=rope))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, rope_parameters=deepcopy(rope)))
     assert AdapterTarget(model).max_length == length
 
 
