@@ -31,9 +31,10 @@ from rich.progress import track
 from rich.table import Table
 
 import draftwing as dw
-from draftwing.budget.costs import Costs, expected_tokens, inflection_length
+from draftwing.budget.costs import Costs
 from draftwing.budget.measure import measure
 from draftwing.decode import loop_of
+from draftwing.lab.forecast import expected_tokens, inflection_length
 from draftwing.lab.machine import describe_machine
 from draftwing.loading import load_drafter, load_target
 from draftwing.models.resolve import resolve

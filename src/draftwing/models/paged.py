@@ -414,8 +414,8 @@ class Prefixes:
         self._table = table
         # Tokens of the known pages that follow a whole page, and of the token after each, sorted; none begins another.
         self._after: dict[int, list[tuple[tuple[int, ...], int]]] = {}
-        self._keys: dict[int, tuple[int, tuple[int, ...]]] = {}  # of each page: what it follows, and its tokens
-        self._numbers: dict[int, int] = {}  # of each page, which no other one ever gets; 0 is the start of a text
+        self._keys: dict[int, tuple[int, tuple[int, ...]]] = {}  # by page: what it follows, and its tokens
+        self._numbers: dict[int, int] = {}  # by page: a number that no other page ever gets; 0 is the start of a text
         self._next = 1
 
     def __len__(self) -> int:
