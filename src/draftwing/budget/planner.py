@@ -56,27 +56,21 @@ class Arm:
     def add(self, seconds: float, tokens: float, step: int) -> None:
         if self.plays >= CONFIG.prior_weight:
             seconds = min(seconds, CONFIG.max_slowdown * self.seconds / self.weight)
-        self.keep(CONFIG.decay)
-        self.weight, self.seconds, self.tokens = self.weight + 1, self.seconds + seconds, self.tokens + tokens
+        keep = CONFIG.decay
+        self.weight, self.seconds = keep * self.weight + 1, keep * self.seconds + seconds
+        self.tokens = keep * self.tokens + tokens
         self.plays, self.last_step = self.plays + 1, step
-
-    def keep(self, share: float) -> None:
-        """Reduce the weight of past steps to ``share``."""
-        self.weight, self.seconds, self.tokens = share * self.weight, share * self.seconds, share * self.tokens
 
     def fade(self) -> None:
         """Reduce the weight of past steps to that of a prediction, since they may no longer be true."""
         if self.weight > CONFIG.prior_weight:
-            self.keep(CONFIG.prior_weight / self.weight)
+            keep = CONFIG.prior_weight / self.weight
+            self.weight, self.seconds, self.tokens = keep * self.weight, keep * self.seconds, keep * self.tokens
 
     @property
     def speed(self) -> float:
         """Measured tokens per second of each row."""
         return self.tokens / self.seconds if self.seconds else 0.0
-
-    def mean_speed(self, predicted: float) -> float:
-        """Return the mean of predicted and measured speed."""
-        return (CONFIG.prior_weight * predicted + self.weight * self.speed) / (CONFIG.prior_weight + self.weight)
 
     def upper_bound(self, speed: float, step: int, prior_weight: float) -> float:
         """Return the upper confidence bound of a speed; the evidence for it decays with the steps since a play."""
@@ -104,38 +98,35 @@ class Bandit:
         if baseline.plays < CONFIG.warmup_steps:
             self.current = BASELINE
             return self.current
-        predictions = [speedup * baseline.speed for speedup in speedups[1:]]
-        means = [arm.mean_speed(speed) for arm, speed in zip(self.arms[1:], predictions, strict=True)]
-        speeds = [baseline.speed, *means]
-        self._update_best(speeds)
-        if self.is_probing:
-            return self.current
-        self.current = self.best
-        if self.steps >= self.next_probe:
-            self._start_probe(speeds)
-        return self.current
+        # The mean of predicted and measured speed.
+        speeds = [baseline.speed]
+        for arm, speedup in zip(self.arms[1:], speedups[1:], strict=True):
+            predicted, prior = speedup * baseline.speed, CONFIG.prior_weight
+            speeds.append((prior * predicted + arm.weight * arm.speed) / (prior + arm.weight))
 
-    def _update_best(self, speeds: Sequence[float]) -> None:
         drafts = max(range(1, len(speeds)), key=speeds.__getitem__)
         if self.best and speeds[drafts] < CONFIG.min_gain * speeds[self.best]:
             drafts = self.best
-        best = drafts if speeds[drafts] > CONFIG.min_gain * speeds[BASELINE] else BASELINE
+        best = drafts if speeds[drafts] > CONFIG.min_gain * baseline.speed else BASELINE
         if best != self.best:
             self.best, self.is_probing, self.interval = best, False, CONFIG.first_interval
             self.next_probe = self.steps + self.interval
+        if self.is_probing:
+            return self.current
+        self.current = self.best
 
-    def _start_probe(self, speeds: Sequence[float]) -> None:
-        """Play the other arm with the highest upper confidence bound, if it may be the fastest."""
-        bounds = {
-            index: arm.upper_bound(speeds[index], self.steps, CONFIG.prior_weight if index else 0.0)
-            for index, arm in enumerate(self.arms)
-            if index != self.best
-        }
-        probed = max(bounds, key=bounds.__getitem__)
-        if bounds[probed] > speeds[self.best]:
-            self.current, self.is_probing = probed, True
-            self.interval = min(2 * self.interval, CONFIG.last_interval)
-            self.next_probe = self.steps + self.interval
+        if self.steps >= self.next_probe:  # try the other arm with the highest bound, if it may be the fastest
+            bounds = {
+                index: arm.upper_bound(speeds[index], self.steps, CONFIG.prior_weight if index else 0.0)
+                for index, arm in enumerate(self.arms)
+                if index != self.best
+            }
+            probed = max(bounds, key=bounds.__getitem__)
+            if bounds[probed] > speeds[self.best]:
+                self.current, self.is_probing = probed, True
+                self.interval = min(2 * self.interval, CONFIG.last_interval)
+                self.next_probe = self.steps + self.interval
+        return self.current
 
     def add(self, seconds: float, tokens: float) -> None:
         """Count a step of the current arm. A probe continues while its steps would be worth a change of arms."""

@@ -123,14 +123,15 @@ class AcceptResult:
 
     Attributes:
         args: valid as long as this object.
+        arrays: what ``args`` refers to; others of the same call may be added.
     """
 
     def __init__(self, accept: AcceptArgs, rows: int, nodes: int, numbers: BumpAllocator) -> None:
-        self._rows, self._nodes, self._arrays = rows, nodes, KernelArgs()
+        self._rows, self._nodes, self.arrays = rows, nodes, KernelArgs()
         self._found, address = numbers.take(rows * (5 + 2 * nodes))
-        seeds, filters = self._arrays.numbers("q", [*accept.seeds, *accept.starts]), None
+        seeds, filters = self.arrays.numbers("q", [*accept.seeds, *accept.starts]), None
         if accept.filters is not None:
-            filters = self._arrays.structures([Filter(*row) for row in zip(*accept.filters, strict=True)])
+            filters = self.arrays.structures([Filter(*row) for row in zip(*accept.filters, strict=True)])
         self.args = layout.AcceptStruct(accept.noise, seeds, seeds + 8 * rows, filters, address)
 
     def read(self, nodes: int | None = None) -> Accepted:

@@ -82,13 +82,11 @@ class FusedStep:
     """A target's part of the kernel call that drafts and verifies.
 
     Attributes:
-        arrays: the memory behind ``args``.
         logits, out: (B * N, V) and (B * N, F) or None, for the largest possible trees.
         prepare_seconds: time that it took to make this.
     """
 
     args: VerifyArgs
-    arrays: KernelArgs
     logits: Tensor
     out: Tensor | None
     result: AcceptResult
@@ -366,15 +364,16 @@ class KernelRunner(Runner):
             batch.pages = table.address
         if rows * nodes > self._space.capacity:
             self._space.reserve(rows * nodes)
-        arrays, result = KernelArgs(), self._accept_result(request.accept, rows, nodes)
+        result = self._accept_result(request.accept, rows, nodes)
         args.accept = ctypes.addressof(result.args)
         batch.view = batch.watch = None
-        batch.rows, batch.cache, batch.lengths = rows, self.cache.data.data_ptr(), arrays.numbers("q", request.lengths)
+        batch.rows, batch.cache = rows, self.cache.data.data_ptr()
+        batch.lengths = result.arrays.numbers("q", request.lengths)
         logits, batch.buffers[built.logits] = self._verified_logits.take(rows * nodes, self._shape.vocab_size)
         out = None
         if built.out >= 0:
             out, batch.buffers[built.out] = self._verified_out.take(rows * nodes, self._shape.out_width)
-        return FusedStep(args, arrays, logits, out, result, time.perf_counter() - began)
+        return FusedStep(args, logits, out, result, time.perf_counter() - began)
 
     def _accept_result(self, accept: AcceptArgs, rows: int, nodes: int) -> AcceptResult:
         result, built, shape = AcceptResult(accept, rows, nodes, self._numbers), self._built, self._shape

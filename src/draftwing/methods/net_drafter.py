@@ -188,7 +188,7 @@ class EagleDrafter(NetDrafter):
             return None
         fed, shift = self._fed, self._shift
         tokens = [row.tokens[start + shift : row.length + shift] for row, start in zip(ctx.rows, fed, strict=True)]
-        self._read = ctx.lengths
+        self._read = [row.length for row in ctx.rows]
         roots = [max(length - 1, 0) for length in self._read]
         features = self._unread.joined(self._read)
         return DraftRequest(ctx, active, sampling, budget, self._calibration, tokens, fed, roots, features)
@@ -208,4 +208,4 @@ class EagleDrafter(NetDrafter):
         if self._read is not None:
             self._unread.clear()
             self._fed, self._read = self._read, None
-        self._unread.add(fresh.to(self._dtype), ctx.lengths)
+        self._unread.add(fresh.to(self._dtype), [row.length for row in ctx.rows])
