@@ -150,6 +150,15 @@ class Costs:
         wide = self.draft_seconds(8, self.width) / max(self.draft_seconds(8), 1e-7)
         return min(max((wide - 1) / max(self.width - 1, 1), 0.02), 1.0)
 
+    @property
+    def level_seconds(self) -> float:
+        """Seconds of one more level of a chain."""
+        knots = self.chain.knots
+        if len(knots) < 2:
+            return self.chain(1)
+        (first, low), (last, high) = knots[0], knots[-1]
+        return max(high - low, 0.0) / (last - first)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the costs as JSON values."""
         return asdict(self)

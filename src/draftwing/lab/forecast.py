@@ -740,11 +740,7 @@ def memory_factor(alpha: float, gamma: int) -> float:
 
 def draft_ratio(costs: Costs) -> float:
     """c = T_D / T_T: the time of one more level of drafting, relative to a baseline step."""
-    knots = costs.chain.knots
-    if len(knots) < 2:
-        return costs.chain(1) / costs.verify(1)
-    (first, low), (last, high) = knots[0], knots[-1]
-    return max(high - low, 0.0) / (last - first) / costs.verify(1)
+    return costs.level_seconds / costs.verify(1)
 
 
 def measured_speedup(costs: Costs, alpha: float, gamma: int, rows: int = 1, context: float | None = None) -> float:

@@ -170,7 +170,7 @@ def measure_pace(target: LeanTarget) -> Pace:
     for parts in sets:
         new_drafter: Callable[[], Drafter] = partial(LayerSkipDrafter, SubNet(target.net, parts), target, "layers")
         costs.append(costs_of(target, new_drafter, loop_of(target)))
-    whole, no_attention, no_mlp = (one.c * one.verify(1) for one in costs)
+    whole, no_attention, no_mlp = (one.level_seconds for one in costs)
     return Pace(
         start=max(costs[0].chain(1) - whole, 0.0),
         base=max(no_attention + no_mlp - whole, 0.0),
