@@ -215,7 +215,6 @@ def test_arguments_that_change_nothing(model):
     fast = draftwing.custom_generate("lookup")
     assert_same(model, fast, {"input_ids": inputs()["input_ids"]})  # the mask is inferred from the padding
     assert_same(model, fast, max_new_tokens=None)
-    assert_same(model, fast, assistant_model=build("llama", seed=1))
     assert_same(model, fast, output_scores=True, output_hidden_states=True)  # which are not returned
 
 
@@ -467,7 +466,7 @@ def test_a_draft_with_another_tokenizer_is_refused(tokenized):
         with pytest.raises(TokenizerError, match="another tokenizer than the target"):
             assert_same(model, draftwing.custom_generate(tokenized["other"], tokenizer=tokenizer, budget=FIXED))
     assert_same(model, draftwing.custom_generate(tokenized["other"], budget=FIXED))  # not checked, and still exact
-    with pytest.raises(TokenizerError, match=r"expected a fast tokenizer .* found object: give the model's folder"):
+    with pytest.raises(TokenizerError, match=r"expected a fast tokenizer .* found .*object.*: give the model's folder"):
         assert_same(model, draftwing.custom_generate(tokenized["same"], tokenizer=object()))
 
 

@@ -346,7 +346,7 @@ def test_it_is_off_unless_asked_for(pair):
     assert not load(folder, head).drafter.learns
     assert not load(folder, head, draft_options={"online": False}).drafter.learns
     for value in (0.0, 1.5, -1, "yes", None):
-        with refused(ConfigError, "online must be above 0 and at most 1", "give True, False, or the share", str(value)):
+        with refused(ConfigError, "online must be above 0 and at most 1", str(value), "give True, False, or the share"):
             load(folder, head, draft_options={"online": value})
     with refused(ConfigError, "online_lr must be above 0 and at most 1", "2"):
         load(folder, head, draft_options={"online": True, "online_lr": 2})

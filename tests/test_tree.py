@@ -178,7 +178,10 @@ def test_check_names_what_is_wrong(tokens, parents, message):
 
 
 def test_check_of_shapes():
-    for tokens, parents in ((torch.zeros(2, 3), torch.zeros(2, 2)), (torch.zeros(3), torch.zeros(3))):
-        with pytest.raises(TreeError, match=r"must both be \(B, N\), found .*: give one parent for each node"):
+    for tokens, parents, message in (
+        (torch.zeros(2, 3), torch.zeros(2, 2), r"must both be \(B, N\), found .*: give one parent for each node"),
+        (torch.zeros(3), torch.zeros(3), "tokens must be an int64 tensor of 2 dimensions"),
+    ):
+        with pytest.raises(TreeError, match=message):
             DraftTree(tokens.long(), parents.long()).check()
     DraftTree.from_lists([[1, 99]], [[-1, 0]]).check()  # without a vocabulary any id goes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from draftwing.accept import Rule
@@ -137,7 +137,7 @@ def check_constraint(constraint: object, sampling: Sampling) -> None:
 
 def check_drafts(drafts: object, loaded: Sequence[str]) -> tuple[str, ...]:
     """Return the drafts that a request selects; raise ConfigError if one is not loaded."""
-    names = None if isinstance(drafts, str) else listed(drafts, 1000)
+    names = None if isinstance(drafts, str | Mapping) else listed(drafts, 1000)
     if names is None:
         raise ConfigError(f"drafts must be a list of names, found {shown(drafts)}: write [{shown(drafts)}]")
     for name in names:

@@ -19,8 +19,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from draftwing.errors import CheckpointError, DraftwingError
 
 if sys.platform != "win32":  # there, output folders are not locked
@@ -84,7 +82,9 @@ def writing(path: Path, problem: type[DraftwingError] = CheckpointError, note: s
     """Turn an error of the block, which writes to ``path``, into a ``problem`` with its cause, the fix and ``note``."""
     try:
         yield
-    except (OSError, SafetensorError, RuntimeError) as error:  # torch.save raises RuntimeError for a full disk
+    except Exception as error:  # torch.save raises RuntimeError for a full disk, safetensors its SafetensorError
+        if not isinstance(error, OSError | RuntimeError) and type(error).__name__ != "SafetensorError":
+            raise
         raise problem(f"{path}: cannot be written ({error}): {write_fix(error)}{note}") from error
 
 

@@ -16,7 +16,7 @@ class PlannerConfig:
     # Bandit
     decay: float = 0.985  # share of an arm's past that each of its steps keeps: it remembers about 70 steps
     prior_weight: float = 4.0  # steps or observations that a prediction, or all earlier requests, count as
-    prior_acceptance: float = 0.6  # rate of a first child, before anything is observed: typical of trained drafters
+    prior_acceptance: float = 0.6  # acceptance of the first child before any is observed; trained drafters reach it
     exploration: float = 0.3  # width of the upper confidence bound of an arm played once, as a share of its speed
     min_gain: float = 1.04  # factor by which an arm must be faster to be worth a change: the first draft is slow
     warmup_steps: int = 2  # baseline steps before the first draft: the first step finds cold caches

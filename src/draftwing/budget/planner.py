@@ -262,7 +262,7 @@ class Planner:
         costs, depth, nodes = self.costs, self.largest.depth, _num_nodes(self.largest)
         arm = self._bandit.arms[BASELINE]
         baseline_seconds = costs.verify_seconds(1, rows)
-        pace = arm.seconds / arm.weight / baseline_seconds if arm.weight else 1.0  # the machine's speed now
+        pace = arm.seconds / arm.weight / baseline_seconds if arm.weight else 1.0  # relative to the measured costs
         verify = np.maximum.accumulate([pace * costs.verify_seconds(max(n, 1), rows) for n in range(nodes + 3)])
         levels = [pace * costs.draft_seconds(level, 1, rows) for level in range(1, depth + 2)]
         worth = 1 / (rows * max(self._bandit.arms[GROWN].speed, arm.speed)) if arm.speed else baseline_seconds / rows

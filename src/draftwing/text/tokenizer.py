@@ -53,6 +53,10 @@ class Tokenizer:
             check_regular(file)
             if file.exists():
                 self.fast = FastTokenizer.from_file(str(file))
+                if not self.fast.get_vocab_size(with_added_tokens=True):
+                    raise TokenizerError(
+                        f"{folder}: the tokenizer has no tokens: put the model's tokenizer.json there again"
+                    )
                 self.fast.add_tokens(self._tokens_to_add())
                 self.fast.encode_special_tokens = bool(self._config.get("split_special_tokens"))
             else:
@@ -64,8 +68,6 @@ class Tokenizer:
                 f"{folder}: no tokenizer can be read from this folder ({error}): put the model's tokenizer.json next "
                 f"to its config.json"
             ) from error
-        if not self.fast.get_vocab_size(with_added_tokens=True):
-            raise TokenizerError(f"{folder}: the tokenizer has no tokens: put the model's tokenizer.json there again")
 
     @classmethod
     def from_transformers(cls, tokenizer: Any) -> Tokenizer:
