@@ -161,10 +161,10 @@ def test_models_with_other_caches(name):
 def test_any_budget_and_any_rule(model, drafts, options):
     fast = draftwing.custom_generate(drafts("llama")["causal-lm"], **options)
     assert_same(model, fast, inputs())
-    assert fast.stats.num_drafted > 0 or "budget" not in options
-    if not options:
-        assert_same(model, fast)
-        assert fast.stats.tau > 1.2
+    if "budget" in options:  # otherwise measured costs decide whether anything is drafted
+        assert fast.stats.num_drafted > 0
+        assert fast.stats.tau > 1.1
+    assert_same(model, fast)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import typer
 from typer.testing import CliRunner
 
 from conftest import add_tokenizer, build
-from draftwing.budget.costs import Costs, Curve, inflection_length
+from draftwing.budget.costs import Costs, Curve
+from draftwing.lab.forecast import inflection_length
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 script = importlib.import_module("long_context")
