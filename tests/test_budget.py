@@ -474,7 +474,15 @@ def test_near_the_best_fixed_chain(costs, rate):
     assert mean_share(costs, [rate], 500) > 0.92
 
 
-@pytest.mark.parametrize("costs", [MEMORY, INT8, FOUR_BIT], ids=["memory", "int8", "4-bit"])
+@pytest.mark.parametrize(
+    "costs",
+    [
+        pytest.param(MEMORY, marks=pytest.mark.full),
+        pytest.param(INT8),
+        pytest.param(FOUR_BIT, marks=pytest.mark.full),
+    ],
+    ids=["memory", "int8", "4-bit"],
+)
 def test_worlds_that_change(costs):
     assert mean_share(costs, [0.1, 0.8] * 2, 200, 0.7, new_requests=True) > 0.78  # requests of two kinds in turn
     assert mean_share(costs, [0.8, 0.1, 0.8], 200, 0.7) > 0.76  # in the middle of a request

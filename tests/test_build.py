@@ -613,7 +613,8 @@ def test_a_library_that_is_not_ours_is_refused(changes, told, compiled, monkeypa
 @needs_kernel
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names of x86 processors")
 @pytest.mark.parametrize(
-    ("arch", "has_int8"), [pytest.param("x86-64-v2", False, marks=pytest.mark.full), ("x86-64-v3", True)]
+    ("arch", "has_int8"),
+    [pytest.param(arch, has, marks=pytest.mark.full) for arch, has in (("x86-64-v2", False), ("x86-64-v3", True))],
 )
 def test_a_kernel_for_an_older_processor_passes_its_test(arch, has_int8, monkeypatch):
     monkeypatch.setenv("DRAFTWING_KERNEL_ARCH", arch)

@@ -147,7 +147,7 @@ def try_out(mutant: Mutant, tree: Path) -> Result:
 
 def pytest(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run pytest in ``tree``, whose package comes before an installed one."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    command = [sys.executable, "-m", "pytest", "-m", "", "-p", "no:cacheprovider", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
     limit = TIMEOUT if "-x" in arguments else None
     return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=limit)
