@@ -157,9 +157,9 @@ def test_rows_of_one_batch_say_how_much_is_drafted_for_them(drafter, target, mak
         assert all(each.stats.num_drafted for each in requests[1:])
 
 
-@pytest.mark.parametrize(("wish", "most"), [("none", 0), (dw.Budget(1), 2), (dw.Budget(3, 2, 5), 8), (None, 4)])
+@pytest.mark.parametrize(("wish", "most"), [("none", 2), (dw.Budget(1), 2), (dw.Budget(3, 2, 5), 8), (None, 4)])
 def test_one_tree_does_not_slow_the_others(wish, most, target, maker, expected):
-    """Next to seven requests a tree has 1.5 times their nodes, the root counted, or as many as the engine's own."""
+    """Next to seven requests a tree has 1.5 times their nodes (with the root), those of the engine's own, or two."""
     own = Engine(dw.Decoder(target, maker("lm"), budget=dw.Budget(4)))
     others = [own.submit(PROMPTS[0], samplings()[0], speculation=wish) for _ in range(7)]
     large = own.submit(PROMPTS[1], Sampling(max_tokens=60, ignore_eos=True), speculation=dw.Budget(8, 4, 40))
@@ -174,7 +174,7 @@ def test_one_tree_does_not_slow_the_others(wish, most, target, maker, expected):
 
 
 def test_the_median_of_two_is_the_smaller_one(target, maker):
-    for wishes, most in ((("none", dw.Budget(8, 4, 40)), 0), ((dw.Budget(8, 4, 40),) * 2, 40)):
+    for wishes, most in ((("none", dw.Budget(8, 4, 40)), 2), ((dw.Budget(8, 4, 40),) * 2, 40)):
         own = Engine(dw.Decoder(target, maker("lm")))
         for wish in wishes:
             own.submit(PROMPTS[0], Sampling(max_tokens=30, ignore_eos=True), speculation=wish)
@@ -538,3 +538,10 @@ def test_a_stream_is_cancelled_between_two_steps(lm):
     assert 4 <= len(heard) < 150
     with refused(PromptError):
         asyncio.run(anext(lm.astream(None)))
+
+
+def test_a_small_tree_is_drafted_whatever_the_engine_drafts(target, maker):
+    own = Engine(dw.Decoder(target, maker("lm"), budget=dw.Budget(0)))
+    own.submit(PROMPTS[0], samplings()[0])
+    own.submit(PROMPTS[1], samplings()[1], speculation=dw.Budget(2))
+    assert next(own.steps()).tree.num_nodes == 3

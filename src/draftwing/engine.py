@@ -200,7 +200,8 @@ class Engine:
             sampling: None decodes 128 tokens greedily.
             speculation: how much to draft: a ``Budget``, ``"none"``, None for the engine's own, or ``AtMost(nodes)``
                 for the engine's own up to a size. In steps that requests share, a tree is at most as large as the
-                engine's own, or as 1.5 times the median if no request uses that: it must not slow the others.
+                engine's own, or as 1.5 times the median if no request uses that, so that it does not slow the others;
+                two nodes are always drafted.
             references: token sequences that are likely to be repeated; draft ``"llma"`` copies from them.
             constraint: restricts the text, such as a grammar (``text.grammar``).
             drafts: of combined drafts (``draft="eagle3+lookup"``) those that propose for this request, by their names;

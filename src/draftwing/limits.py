@@ -50,6 +50,9 @@ def cut_to_nodes(budget: Budget, max_nodes: int) -> Budget:
     return replace(budget, depth=depth, width=width, nodes=min(budget.nodes or max_nodes, max_nodes))
 
 
+SMALL_TREE = 2  # nodes that a request gets whatever the others use: they cost a step of a few rows little
+
+
 class RowBudgets:
     """The budgets that the rows of a batch ask for.
 
@@ -73,6 +76,7 @@ class RowBudgets:
 
         All rows are padded to the largest tree. So that one request's tree does not slow the others, a step's tree is
         the engine's own if any row uses that, and else at most 1.5 times as large as the median of the rows' trees.
+        Trees of ``SMALL_TREE`` nodes are always drafted.
 
         Args:
             ctx: the rows.
@@ -93,14 +97,15 @@ class RowBudgets:
             return planner, budget, rooms
         budgets = [fixed or budget for fixed in self._fixed]
         rooms = [min(room, each.depth + 1) for room, each in zip(rooms, budgets, strict=True)]
+        small = min(SMALL_TREE, max(_num_nodes(fixed) for fixed in self._fixed if fixed is not None))
         if limits:
-            return None, budget, rooms
+            return None, budget if _num_nodes(budget) >= small else Budget(small, children=budget.children), rooms
         first, width, sizes = budgets[0], max(each.width for each in budgets), sorted(map(_num_nodes, budgets))
         if any(each != first for each in budgets):  # as deep, as wide and as large as any of them
             nodes = sizes[-1] if width > 1 else None
             first = Budget(max(each.depth for each in budgets), width, nodes, children=first.children)
             median = sizes[(len(sizes) - 1) // 2]
-            first = cut_to_nodes(first, 3 * (median + 1) // 2 - 1)  # the root is a node too
+            first = cut_to_nodes(first, max(small, 3 * (median + 1) // 2 - 1))  # the root is a node too
         return None, first, rooms
 
     def cut(self, ctx: Context, tree: DraftTree) -> DraftTree:
