@@ -311,6 +311,8 @@ def test_a_page_that_holds_more_replaces_those_that_hold_less():
     assert len(prefixes) == table.num_kept == 3
     assert prefixes.find([*other, 3]).num_slots == 7
     assert prefixes.find([*tokens[:8], 3]).num_slots == 7
+    for token in (0, VOCAB + 1):  # before and after all known pages, in their order
+        assert prefixes.find([*tokens[:7], token, 3]).num_slots == 6
     table.check()
 
 
