@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sized
 from itertools import islice
+from types import NoneType
 from typing import Any, NamedTuple
 
 from draftwing.errors import ConfigError, DraftwingError, shown
@@ -36,6 +37,9 @@ class Argument(NamedTuple):
         if value is None or self.least is None:
             return True
         return bool(self.least <= value and (self.most is None or value <= self.most))  # type: ignore[operator]
+
+
+BATCH_SIZE = Argument((int, NoneType), "at least 1", AT_MOST_BATCH, 1, MAX_BATCH)
 
 
 def check_arguments(

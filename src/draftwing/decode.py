@@ -25,12 +25,12 @@ from torch import Tensor
 
 from draftwing.accept import Rule, get_rule
 from draftwing.budget.planner import Planner
-from draftwing.checks import AT_MOST_BATCH, MAX_BATCH, Argument, check_arguments
+from draftwing.checks import BATCH_SIZE, Argument, check_arguments
 from draftwing.cpu.noise import noise_of
 from draftwing.errors import ConfigError, DraftwingError, DraftwingWarning, UnsupportedError, shown
 from draftwing.limits import RowBudgets, budget_for_rule, names_of
 from draftwing.masks import Masks
-from draftwing.methods.base import Budget, Drafter, NoDrafter, check_drafter
+from draftwing.methods.base import BUDGET_ARGUMENT, Budget, Drafter, NoDrafter, check_drafter
 from draftwing.models.context import Context, Row, TargetOutput
 from draftwing.models.lean import LeanContext, LeanTarget
 from draftwing.models.paged import PAGE, PagedCache, PageTable
@@ -50,11 +50,11 @@ MAX_FAULTS = 3  # in a row, after which a drafter is given up
 _ARGUMENTS = {
     "target": Argument((Target,), "a Target, as from load_target() or LM.target"),
     "drafter": Argument((Drafter, Callable, NoneType), "a Drafter, a function that makes one, or None"),  # type: ignore[arg-type]
-    "budget": Argument((Budget, NoneType), "a Budget or None", "write Budget(5) for chains of 5"),
+    "budget": BUDGET_ARGUMENT,
     "planner": Argument((Planner, NoneType), "a Planner or None"),
     "turn": Argument((type(threading.RLock()), NoneType), "a threading.RLock or None"),
     "kv_memory": Argument((int, NoneType), "a number of bytes", "2 << 30 is 2 GiB", 1),
-    "max_batch": Argument((int, NoneType), "at least 1", AT_MOST_BATCH, 1, MAX_BATCH),
+    "max_batch": BATCH_SIZE,
     "sampling": Argument((Sampling,), "a Sampling", "write Sampling(temperature=0.8)"),
 }
 _MIN_DEPTH = 8  # to which drafts near the end of a request are cut at most

@@ -22,7 +22,7 @@ from numbers import Integral
 from types import NoneType
 from typing import Any
 
-from draftwing.checks import AT_MOST_BATCH, MAX_BATCH, MAX_TOKENS, Argument, check_arguments, listed
+from draftwing.checks import BATCH_SIZE, MAX_TOKENS, Argument, check_arguments, listed
 from draftwing.constraint import Constraint
 from draftwing.decode import MAX_ROWS, Decoder, Prefill
 from draftwing.errors import ConfigError, DraftwingError, PromptError, SlotsError, shown
@@ -45,7 +45,7 @@ Speculation = Budget | AtMost | str | None  # see ``Engine.submit``
 
 _ARGUMENTS = {
     "decoder": Argument((Decoder,), "a Decoder, as from LM.decoder()"),
-    "max_batch": Argument((int, NoneType), "at least 1", AT_MOST_BATCH, 1, MAX_BATCH),
+    "max_batch": BATCH_SIZE,
     "optimism": Argument((int, float), "a number from 0 to 1", least=0, most=1),
     "priority": Argument((int,), "a whole number", "0 is that of most requests"),
     "deadline": Argument((int, float, NoneType), "seconds of time.monotonic() or None", least=-math.inf),

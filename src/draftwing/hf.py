@@ -30,7 +30,7 @@ from draftwing.decode import Decoder, loop_of
 from draftwing.engine import Engine
 from draftwing.errors import ConfigError, DraftwingWarning, TokenizerError, UnsupportedError, shown
 from draftwing.loading import load_drafter
-from draftwing.methods.base import Budget, Drafter, check_drafter
+from draftwing.methods.base import BUDGET_ARGUMENT, Budget, Drafter, check_drafter
 from draftwing.models.adapter import CACHES, AdapterTarget
 from draftwing.models.resolve import resolve
 from draftwing.models.target import Target
@@ -44,7 +44,7 @@ Draft = str | Path | Callable[[Target], Drafter]
 
 _ARGUMENTS = {
     "draft": Argument((str, Path, Callable), "a folder, name or hub id, or a function of a target"),  # type: ignore[arg-type]
-    "budget": Argument((Budget, NoneType), "a Budget or None", "write Budget(5) for chains of 5"),
+    "budget": BUDGET_ARGUMENT,
     "seed": Argument((int, NoneType), "None or an int in [0, 2**63)", least=0, most=2**63 - 1),
 }
 

@@ -13,12 +13,12 @@ from typing import Any
 from draftwing.budget.costs import Costs
 from draftwing.budget.measure import costs_of, planner_for
 from draftwing.budget.planner import Planner
-from draftwing.checks import AT_MOST_BATCH, MAX_BATCH, Argument, check_arguments
+from draftwing.checks import AT_MOST_BATCH, BATCH_SIZE, MAX_BATCH, Argument, check_arguments
 from draftwing.constraint import Constraint
 from draftwing.decode import Decoder, loop_of
 from draftwing.engine import Engine, Speculation
 from draftwing.errors import ConfigError, DraftwingError, shown
-from draftwing.methods.base import Budget, Drafter, NoDrafter
+from draftwing.methods.base import BUDGET_ARGUMENT, Budget, Drafter, NoDrafter
 from draftwing.models.target import Target
 from draftwing.request import Request
 from draftwing.sampling import Sampling
@@ -32,9 +32,9 @@ _ARGUMENTS = {
     "target": Argument((Target,), "a Target, as from load_target()"),
     "tokenizer": Argument((Tokenizer,), "a Tokenizer, as from Tokenizer(folder)"),
     "new_drafter": Argument((Callable, NoneType), "a function that makes a drafter, or None"),  # type: ignore[arg-type]
-    "budget": Argument((Budget, NoneType), "a Budget or None", "write Budget(5) for chains of 5"),
+    "budget": BUDGET_ARGUMENT,
     "n": Argument((int,), "at least 1", AT_MOST_BATCH, 1, MAX_BATCH),
-    "max_batch": Argument((int, NoneType), "at least 1", AT_MOST_BATCH, 1, MAX_BATCH),
+    "max_batch": BATCH_SIZE,
     "on_step": Argument((Callable, NoneType), "a function of an index and a StreamStep, or None"),  # type: ignore[arg-type]
 }
 

@@ -14,7 +14,7 @@ from draftwing.accept import get_rule
 from draftwing.checks import Argument, check_arguments
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError, shown
 from draftwing.lm import LM
-from draftwing.methods.base import Budget, Drafter
+from draftwing.methods.base import BUDGET_ARGUMENT, Budget, Drafter
 from draftwing.methods.registry import drafter_maker
 from draftwing.models.adapter import AdapterTarget
 from draftwing.models.catalogue import default_model, entry_of
@@ -38,7 +38,7 @@ _ARGUMENTS = {
     "target": Argument((str, Path, NoneType), "a folder or a hub id", "give a string or a Path"),
     "draft": Argument((str, Path, NoneType), "a folder or a hub id", "give a string or a Path"),
     "revision": Argument((str, NoneType), "a branch, tag or commit, or None"),
-    "budget": Argument((Budget, NoneType), "a Budget or None", "write Budget(5) for chains of 5"),
+    "budget": BUDGET_ARGUMENT,
 }
 
 

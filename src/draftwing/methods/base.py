@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
+from types import NoneType
 from typing import Any
 
 from torch import Tensor
 
-from draftwing.checks import listed
+from draftwing.checks import Argument, listed
 from draftwing.errors import ConfigError, shown
 from draftwing.models.context import NO_FEATURES, Context, FeatureSpec, Row, TargetOutput
 from draftwing.sampling import SamplingBatch
@@ -178,6 +179,9 @@ class ListTree:
     node_probs: list[float] = field(default_factory=lambda: [1.0])
     depth: int = 0
     score: float = 0.0
+
+
+BUDGET_ARGUMENT = Argument((Budget, NoneType), "a Budget or None", "write Budget(5) for chains of 5")
 
 
 class Drafter:
