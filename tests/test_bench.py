@@ -201,7 +201,7 @@ def test_figures_by_hand():
         "speedup_ratio_of_means": pytest.approx((30 / 4 + 12) / (30 / 6 + 12)),
         "speedup_with_prompt": pytest.approx((30 / 6 + 12 / 1.5) / (30 / 8 + 12 / 1.5)),
     }
-    one = estimate(ResultSample.of(ANSWERS[:2]), "seed")["tau"]  # of one question, which has no interval
+    one = estimate(ResultSample.of(ANSWERS[:2]), "seed")["tau"]  # one question has no interval
     assert (one.to_dict(), one.text()) == ({"value": 3.0, "low": None, "high": None}, "3.00")
     other = Estimate.of(2.0, np.array([1.0, 3.0]))
     assert other.text("x") == "2.00x [1.05-2.95]"

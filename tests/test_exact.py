@@ -400,7 +400,7 @@ EVERYWHERE = (
     *("eagle3+lookup-rule", "medusa-dynamic", "skip-nothing-chain", "always-wrong", "twins", "scattered"),
 )
 ELSEWHERE = tuple(name for name, case in DRAFTERS.items() if name not in EVERYWHERE and not case.is_own)
-# Of these, the main ones that a target of transformers can have: its layers cannot run alone.
+# The main drafters for a target of transformers, whose layers cannot run alone.
 ADAPTED = tuple(
     name for name in ELSEWHERE if name not in VARIANTS and name.split("-")[0] not in ("skip", "exit", "kangaroo")
 )

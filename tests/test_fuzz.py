@@ -402,7 +402,7 @@ def calls(world: World) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     }
 
 
-CALLBACKS = {"new_drafter", "drafter", "draft", "on_step"}  # what a callable raises there is the caller's own
+CALLBACKS = {"new_drafter", "drafter", "draft", "on_step"}  # exceptions of these callables reach the caller
 
 
 @contextmanager

@@ -151,7 +151,7 @@ def test_processes_that_end_are_replaced_and_none_is_left(lm):
     grammars.constraint(Grammar.regex("a"))
     (first,) = [each for each in trials() if each.pid not in before]
     grammars.constraint(Grammar.regex("b"))
-    first.terminate()  # as a service manager sends it to all processes: the trial goes on
+    first.terminate()  # a service manager signals all processes; the trial must continue
     grammars.constraint(Grammar.regex("c"))
     assert [each.pid for each in trials() if each.pid not in before] == [first.pid]
     first.kill()

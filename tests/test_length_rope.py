@@ -72,7 +72,7 @@ PROMPTS = [prompt_of(length) for length in (LIMIT - 8, LIMIT - 1, LIMIT, LIMIT +
 
 
 def written(name, prompt, count):
-    """What a fresh model writes by transformers' own ``generate``: dynamic RoPE remembers earlier texts."""
+    """Return the text of ``generate`` from a fresh model, since dynamic RoPE remembers earlier texts."""
     ids = torch.tensor([prompt])
     return make(name).generate(ids, max_new_tokens=count, do_sample=False)[0].tolist()
 

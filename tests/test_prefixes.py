@@ -212,7 +212,7 @@ def test_a_row_with_nan_leaves_nothing_behind(folder_of):
         own.check()
         assert broken.finish_reason == "error"
         assert fine.token_ids == wanted.token_ids
-    assert own.stats.num_prefix_hits == 2 * (len(good) - 2)  # of the good one alone
+    assert own.stats.num_prefix_hits == 2 * (len(good) - 2)  # only the good request's
 
 
 def test_positions_that_depend_on_the_prompt_share_nothing(folder_of):
@@ -273,7 +273,7 @@ def test_pages_are_found_by_all_tokens_up_to_them():
     parted = prefixes.find([*first[: PAGE + 2], 3, *first[PAGE + 3 :]])
     whole = prefixes.find(first).pages
     assert parted == (whole[:1], whole[1], PAGE + 1)
-    table.hold(0, [9 * PAGE], 0)  # of 12 pages 4 are empty: the ends of the oldest texts go first
+    table.hold(0, [9 * PAGE], 0)  # 4 of 12 pages are empty: the ends of the oldest texts are reused first
     assert prefixes.find(first) == ([], None, 0)
     found = prefixes.find(second)
     assert (len(found.pages), found.partial, found.num_slots) == (3, None, 3 * PAGE)
@@ -289,7 +289,7 @@ def test_what_a_head_has_not_read_is_not_kept(lab):
     own.check()
     request, found = decoded(own, [*prompt, *lazy.token_ids])
     fresh, _ = decoded(engine_of(here, "eagle3-dynamic"), [*prompt, *lazy.token_ids])
-    assert found == 2 * PAGE - 2  # of the prompt, whose last entry waits for the token behind it
+    assert found == 2 * PAGE - 2  # the prompt but its last entry, which needs the next token
     assert request.token_ids == fresh.token_ids
     assert shape_of(request) == shape_of(fresh)
 

@@ -235,11 +235,12 @@ class HeldOut:
 
 # --- walks -----------------------------------------------------------------------------------------------------------
 #
-# A step with a chain or static tree accepts a text's next tokens while the ranks of their path are in the tree; with a
-# dynamic tree while each node is among the ``width`` best of its level (else it has no children) and the ``nodes`` best
-# of all; and with ``auto`` while the probability of the path is above a threshold, an approximation of trees that grow
-# while a node is worth its cost. The former are exact on the collected texts, but for nodes of static trees that the
-# reference tree lacks, and for dynamic trees narrower than it, whose tau is slightly too small.
+# A step with a chain or static tree accepts a text's next tokens while the ranks of their path are in the tree. With a
+# dynamic tree, each node must be among the ``width`` best nodes of its level (else it has no children) and the
+# ``nodes`` best nodes of the tree. With ``auto``, the probability of the path must be above a threshold, which
+# approximates trees that grow while a node is worth its cost. The others are exact on the collected texts, except for
+# nodes of static trees that the reference tree lacks, and for dynamic trees narrower than it, whose tau is slightly too
+# small.
 
 
 @dataclass(frozen=True)
