@@ -47,6 +47,7 @@ from draftwing.shipped import TOY
 from draftwing.storage import write_fix
 from draftwing.text.tokenizer import Tokenizer
 
+BLOCK = (1 << 22) + 1  # random numbers; odd, so that the rows of a matrix differ
 STD = 0.02  # scale of weights that have no effect: as small as real ones, and far from denormal numbers
 SHARD_BYTES = 10**9
 TOLERANCE = 1e-3  # far above what rounding alone causes in float32
@@ -175,6 +176,7 @@ class Inflation:
     dtype: torch.dtype
     rng: torch.Generator
     rounded: bool = False  # some number of the small model could not be kept in ``dtype``
+    _block: Tensor | None = None
 
     @property
     def ratio(self) -> float:
@@ -209,8 +211,14 @@ class Inflation:
         return large.to(torch.promote_types(self.dtype, torch.float32))
 
     def _random(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        made = torch.empty(*shape, dtype=torch.promote_types(dtype, torch.float32))
-        return made.normal_(0, STD, generator=self.rng).to(dtype)
+        """Repeat one block of random numbers: billions of new ones would take minutes."""
+        if self._block is None:
+            made = torch.empty(BLOCK, dtype=torch.promote_types(dtype, torch.float32))
+            self._block = made.normal_(0, STD, generator=self.rng).to(dtype)
+        flat = torch.empty(math.prod(shape), dtype=dtype)
+        for start in range(0, len(flat), BLOCK):
+            flat[start : start + BLOCK] = self._block[: len(flat) - start]
+        return flat.view(*shape)
 
 
 # --- the target ------------------------------------------------------------------------------------------------------

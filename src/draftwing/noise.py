@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
+
+from draftwing.torch_utils import on_device
 
 if TYPE_CHECKING:
     from draftwing.tree import Accepted, DraftTree
@@ -55,6 +57,11 @@ def hash_bits(seed: int, counters: Sequence[int | Tensor], ids: Tensor) -> Tenso
 
     Each counter (an int or an int64 tensor) is absorbed in turn, so that (1, 2) and (2, 1) differ.
     """
+    return _mix(hash_key(seed, counters) + (ids + 1) * _GOLDEN)
+
+
+def hash_key(seed: int, counters: Sequence[int | Tensor]) -> int | Tensor:
+    """Return what ``hash_bits`` mixes with the ids: int64 of the shape that ``counters`` broadcast to."""
     key: int | Tensor = _mix_int(seed + _GOLDEN)
     for counter in counters:
         key = _wrap(key + _GOLDEN) if isinstance(key, int) else key + _GOLDEN
@@ -64,7 +71,7 @@ def hash_bits(seed: int, counters: Sequence[int | Tensor], ids: Tensor) -> Tenso
             key = _mix(key ^ _mix_int(counter * _MIX2 + _GOLDEN))
         else:
             key = _mix_int(key ^ _mix_int(counter * _MIX2 + _GOLDEN))
-    return _mix(key + (ids + 1) * _GOLDEN)
+    return key
 
 
 def uniform(bits: Tensor) -> Tensor:
@@ -96,9 +103,10 @@ class AcceptArgs(NamedTuple):
 
 
 class KeyedNoise:
-    """Gumbel noise of a (seed, position) over the whole vocabulary, with a cache of recent positions.
+    """Gumbel noise of a (seed, position) over the whole vocabulary.
 
-    The drafter, the verification and the next step's verification read the same positions.
+    The drafter, the verification and the next step's verification read the same positions, so recent ones are cached on
+    a CPU. A GPU computes all rows' noise at once, which is faster than one row from a cache.
 
     Attributes:
         handle: for the CPU kernel to read the same noise; None if it cannot.
@@ -107,7 +115,7 @@ class KeyedNoise:
     handle: int | None = None
 
     def __init__(self, vocab_size: int, device: torch.device | str = "cpu", capacity: int = 256) -> None:
-        self.vocab_size, self._device = vocab_size, device
+        self.vocab_size, self._device = vocab_size, torch.device(device)
         self._cache: OrderedDict[tuple[int, int], Tensor] = OrderedDict()
         self._capacity = capacity
 
@@ -129,9 +137,13 @@ class KeyedNoise:
 
     def block(self, seeds: Sequence[int], starts: Sequence[int], num_positions: int) -> Tensor:
         """Return the noise (B, D, V) of positions ``starts[b] .. starts[b] + num_positions - 1`` of every row."""
-        keys = [(seed, start + i) for seed, start in zip(seeds, starts, strict=True) for i in range(num_positions)]
-        rows = [self.at(seed, position) for seed, position in keys]
-        return torch.stack(rows).view(len(seeds), num_positions, -1)
+        pairs = [(seed, start + i) for seed, start in zip(seeds, starts, strict=True) for i in range(num_positions)]
+        if self._device.type == "cpu":
+            noise = torch.stack([self.at(seed, position) for seed, position in pairs])
+        else:
+            keys = [cast(int, hash_key(seed, (TARGET, position))) for seed, position in pairs]
+            noise = gumbel(_mix(on_device(keys, self._device)[:, None] + (self._ids + 1) * _GOLDEN))
+        return noise.view(len(seeds), num_positions, -1)
 
     def match(
         self,

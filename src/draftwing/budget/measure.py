@@ -309,10 +309,10 @@ def _write(folder: Folder, key: dict[str, object], costs: Costs) -> None:
 
 
 def _key(target: Target, drafter: Drafter | None = None) -> dict[str, object]:
-    kernel = get_kernel()
+    kernel = get_kernel() if target.runtime == "kernel" else None  # elsewhere it would be compiled for nothing
     return {
         "version": 10,
-        "runtime": kernel.costs_like if kernel is not None and target.runtime == "kernel" else target.runtime,
+        "runtime": target.runtime if kernel is None else kernel.costs_like,
         "target": target.name,
         "shape": [target.num_layers, target.hidden_size, target.vocab_size, target.num_weight_bytes, target.runs_as],
         "dtype": str(target.dtype),

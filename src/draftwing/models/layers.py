@@ -93,6 +93,8 @@ class RMSNorm(nn.Module):
         """(..., H) -> (..., H). In half precision the norm is taken in float32 and rounded before the weight."""
         if isinstance(x, Traced):
             return x.normed(self)
+        if x.device.type == "cuda":  # one kernel instead of eight
+            return F.rms_norm(x, self.weight.shape, None, self.eps) * self.weight
         # On a CPU ``F.rms_norm`` takes several times as long for a few rows.
         wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
         length: Tensor = _vector_norm(wide, dim=-1, keepdim=True)

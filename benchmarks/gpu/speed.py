@@ -1,7 +1,7 @@
 """Compare speculative decoding with the baseline and with transformers on a GPU, at batch 1 to 64.
 
     python benchmarks/inflate.py /tmp/inflated-8b --like 8b --dtype bfloat16 --no-check
-    python benchmarks/gpu.py /tmp/inflated-8b/target --head /tmp/inflated-8b/eagle3 --json NAME.json --png NAME.png
+    python benchmarks/gpu/speed.py /tmp/inflated-8b/target --json NAME.json --png NAME.png
 
 Every round runs all methods in turn; the table shows medians. A batch is timed from its second step until its first row
 ends, so that it is full all the time, and the first round, which records the graphs, is not counted. The limit of the
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -34,13 +34,13 @@ from draftwing.lab.machine import describe_machine
 from draftwing.loading import DTYPES, load_drafter
 from draftwing.shipped import SHIPPED
 from draftwing.text.prompts import read_prompts, shipped_prompts
-from plain_decoding import commit
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 Prompts = list[list[int]]
-Measure = Callable[[Prompts], tuple[float, float]]  # tokens per second of all rows together, tau
+# Tokens per second of all rows together, tau, and milliseconds of a step in which the device has nothing to do.
+Measure = Callable[[Prompts], tuple[float, float, float]]
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class Result:
     Attributes:
         speedup: over our plain decoding of the same round, and ``efficiency`` that over tau.
         share: of the copy bandwidth that reading the weights once for each forward takes.
+        host_ms: of a step, in which the device has nothing to do.
     """
 
     way: str
@@ -59,6 +60,7 @@ class Result:
     tau: float
     efficiency: float
     share: float
+    host_ms: float
 
 
 def wait(device: torch.device) -> None:
@@ -80,16 +82,19 @@ def copy_bandwidth(device: torch.device, num_bytes: int, repeats: int = 9) -> fl
 
 
 def ours(lm: dw.LM, tokens: int, temperature: float) -> Measure:
-    def measure(prompts: Prompts) -> tuple[float, float]:
+    def measure(prompts: Prompts) -> tuple[float, float, float]:
         engine, stats = dw.Engine(lm.decoder()), dw.Stats()
         for seed, prompt in enumerate(prompts):
             request = dw.Sampling(max_tokens=tokens, ignore_eos=True, temperature=temperature, seed=seed)
             engine.submit(prompt, request)
         engine.step()  # and the rest of the prefill
-        began = time.perf_counter()
+        began, steps, busy = time.perf_counter(), 0, 0.0
         while engine.num_running == len(prompts):
-            stats.add(engine.step())
-        return stats.num_tokens / (time.perf_counter() - began), stats.tau
+            step = engine.step()
+            stats.add(step)
+            steps, busy = steps + 1, busy + step.timings.draft + step.timings.verify
+        seconds = time.perf_counter() - began
+        return stats.num_tokens / seconds, stats.tau, 1000 * (seconds - busy) / steps
 
     return measure
 
@@ -98,7 +103,7 @@ def theirs(model: Any, tokens: int, temperature: float, assistant: Any = None) -
     """Time transformers' ``generate``, less a run of one token: the prefill."""
 
     @torch.inference_mode()
-    def measure(prompts: Prompts) -> tuple[float, float]:
+    def measure(prompts: Prompts) -> tuple[float, float, float]:
         longest, device = max(map(len, prompts)), model.device
         ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
@@ -112,7 +117,7 @@ def theirs(model: Any, tokens: int, temperature: float, assistant: Any = None) -
             model.generate(ids, max_new_tokens=count, **options)
             wait(device)
             times.append(time.perf_counter() - began)
-        return len(prompts) * (tokens - 1) / (times[1] - times[0]), float("nan")
+        return len(prompts) * (tokens - 1) / (times[1] - times[0]), float("nan"), float("nan")
 
     return measure
 
@@ -120,23 +125,24 @@ def theirs(model: Any, tokens: int, temperature: float, assistant: Any = None) -
 def run(ways: dict[str, Measure], prompts: Prompts, rounds: int, only_one: Sequence[str]) -> dict[str, Any]:
     """Return rates, speedups and taus of every method that supports the batch size, round by round."""
     todo = {name: way for name, way in ways.items() if len(prompts) == 1 or name not in only_one}
-    found: dict[str, Any] = {name: {"rate": [], "speedup": [], "tau": []} for name in todo}
+    found: dict[str, Any] = {name: {"rate": [], "speedup": [], "tau": [], "host": []} for name in todo}
     for turn in range(rounds + 1):
         rates = {name: way(prompts) for name, way in todo.items()}
-        for name, (rate, tau) in rates.items() if turn else ():
+        for name, (rate, tau, host) in rates.items() if turn else ():
             found[name]["rate"].append(rate)
             found[name]["speedup"].append(rate / rates["plain"][0])
             found[name]["tau"].append(tau)
+            found[name]["host"].append(host)
     return found
 
 
 def fold(found: dict[str, Any], batch: int, weight_bytes: int, bandwidth: float) -> list[Result]:
     results = []
     for name, rounds in found.items():
-        rate, speedup, tau = (statistics.median(rounds[key]) for key in ("rate", "speedup", "tau"))
+        rate, speedup, tau, host = (statistics.median(rounds[key]) for key in ("rate", "speedup", "tau", "host"))
         forwards = rate / batch / (1.0 if tau != tau else tau)  # transformers does not report tau
         share = weight_bytes * forwards / bandwidth / 1e9
-        results.append(Result(name, batch, rate, speedup, tau, speedup / tau, share))
+        results.append(Result(name, batch, rate, speedup, tau, speedup / tau, share, host))
     return results
 
 
@@ -154,12 +160,15 @@ def picture(results: list[Result], path: Path, title: str) -> None:
 
 
 def show(results: list[Result], title: str) -> None:
-    table = Table("batch", "way", "tokens/s", "speedup", "tau", "speedup / tau", "share of bandwidth", title=title)
+    columns = ("batch", "way", "tokens/s", "speedup", "tau", "speedup / tau", "share of bandwidth", "host ms")
+    table = Table(*columns, title=title)
     for r in results:
         known = (f"{r.tau:.2f}", f"{r.efficiency:.2f}") if r.tau == r.tau else ("-", "-")
         drafted = r.way not in ("plain", "transformers")
         share = "-" if drafted else f"{r.share:.0%}"
-        table.add_row(str(r.batch), r.way, f"{r.tokens_per_s:.1f}", f"{r.speedup:.2f}x", *known, share)
+        table.add_row(
+            str(r.batch), r.way, f"{r.tokens_per_s:.1f}", f"{r.speedup:.2f}x", *known, share, f"{r.host_ms:.2f}"
+        )
     Console().print(table)
 
 
@@ -197,7 +206,8 @@ def bench(
     assistant: Path,
     num_bytes: int,
     file: Path | None,
-) -> tuple[list[Result], dict[str, Any]]:
+) -> Iterator[tuple[list[Result], dict[str, Any]]]:
+    """Yield the results of each batch size, and the bandwidth and size that they are compared with."""
     plain = dw.load(str(target), "none", dtype=dtype, device=str(device))
     maker = load_drafter(head, plain.target, plain.tokenizer, device=str(device))
     lms = {"plain": plain, f"{head.name} auto": dw.LM(plain.target, plain.tokenizer, maker)}
@@ -213,13 +223,11 @@ def bench(
     texts = read_prompts(file) if file is not None else shipped_prompts()
     prompts = [plain.encode(text) for text in texts]
     bandwidth, weight_bytes = copy_bandwidth(device, num_bytes), plain.target.num_weight_bytes
-    results = []
+    measured = {"copy_gb_per_s": round(bandwidth, 1), "weight_mb": round(weight_bytes / 1e6, 1)}
     for batch in batches:
         chosen = [prompts[index % len(prompts)] for index in range(batch)]
         found = run(ways, chosen, rounds, ["transformers assisted"])
-        results += fold(found, batch, weight_bytes, bandwidth)
-        Console(stderr=True).print(f"batch {batch} measured")
-    return results, {"copy_gb_per_s": round(bandwidth, 1), "weight_mb": round(weight_bytes / 1e6, 1)}
+        yield fold(found, batch, weight_bytes, bandwidth), measured
 
 
 def rounded(result: Result) -> dict[str, Any]:
@@ -252,6 +260,7 @@ def main(
     png: Annotated[Path | None, typer.Option("--png", help="Draw them here.")] = None,
 ) -> None:
     """Measure a target and its head on a GPU, batch by batch, and transformers."""
+    found: list[Result] = []
     try:
         where = check_device(device)
         kind = dtype or ("bfloat16" if where.type == "cuda" else "float32")
@@ -260,21 +269,27 @@ def main(
         budgets = [dw.Budget(depth) for depth in numbers(chains, "--chains")] + [dw.Budget(8, 10, 60)] * tree
         heading = head or target.parent / "eagle3"
         sizes = numbers(batches, "--batches")
-        found, measured = bench(
+        title = f"{target.parent.name}/{target.name}, {kind}, {tokens} tokens, T={temperature:g}, {where}"
+        settings = {"rounds": rounds, "tokens": tokens, "temperature": temperature, "dtype": kind, "device": str(where)}
+        at = {"machine": describe_machine(), "date": datetime.now(UTC).date().isoformat()}
+        for new, measured in bench(
             target, heading, where, kind, sizes, budgets, rounds, tokens, temperature, peer, assistant,
             copied_mb * 10**6, prompts,
-        )  # fmt: skip
+        ):  # fmt: skip
+            found += new
+            show(new, title)
+            if output is not None:
+                output.parent.mkdir(parents=True, exist_ok=True)
+                result = {
+                    "results": [rounded(each) for each in found],
+                    "measured": measured,
+                    "settings": settings,
+                    **at,
+                }
+                output.write_text(json.dumps(result, indent=2) + "\n")
     except DraftwingError as error:
         console.error(str(error))
         raise typer.Exit(2) from None
-    title = f"{target.parent.name}/{target.name}, {kind}, {tokens} tokens, T={temperature:g}, {where}"
-    show(found, title)
-    settings = {"rounds": rounds, "tokens": tokens, "temperature": temperature, "dtype": kind, "device": str(where)}
-    at = {"machine": describe_machine(), "date": datetime.now(UTC).date().isoformat(), "commit": commit()}
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        result = {"results": [rounded(each) for each in found], "measured": measured, "settings": settings, **at}
-        output.write_text(json.dumps(result, indent=2) + "\n")
     if png is not None:
         picture(found, png, title)
 
