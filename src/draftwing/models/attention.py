@@ -8,19 +8,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from draftwing.models import gpu
 from draftwing.models.cache import KEY_BLOCK, KVCache, View, round_up
 from draftwing.torch_utils import on_device
 from draftwing.tree import DraftTree
 
 # Queries are padded to multiples of this and keys to KEY_BLOCK, so that a row's bits on a CPU do not depend on others.
 QUERY_BLOCK = 8
+
+# Not cuDNN, which plans each new shape for longer than the attention takes.
+_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 _split = torch.split_with_sizes  # without the Python wrapper, which costs more than the work on a few rows
 
@@ -99,7 +105,7 @@ class TreeSlots:
         lengths: the same on the host; None in a recording (``runtime.graphs``).
         first_row: the cache row of the tree's first row.
         width: slots that attention reads.
-        view, watched: see ``runtime.forward.Entries``.
+        view, watched, rows: see ``runtime.forward.Entries``.
     """
 
     cache: KVCache
@@ -111,6 +117,7 @@ class TreeSlots:
     width: int
     view: View | None = None
     watched: Tensor | None = None
+    rows: Tensor | None = None
 
     @property
     def fresh(self) -> Tensor:
@@ -224,6 +231,38 @@ class TreeAttention(SlotAttention):
         return self._out
 
 
+class FusedTreeAttention(SlotAttention):
+    """``TreeAttention`` in two or three launches a layer, over slots in rows or pages (``models.gpu``)."""
+
+    def _prepare(self, where: TreeSlots) -> None:
+        cache, tree, device = where.cache, where.tree, where.lengths_B.device
+        rows = where.rows
+        if rows is None:
+            rows = torch.arange(where.first_row, where.first_row + tree.num_rows, device=device)
+        self._data, self._width = cache.data, min(where.width, cache.num_slots)
+        self._places = rows, where.lengths_B, None if cache.table is None else cache.table.tensor(device)
+        self._first_node, self._num_nodes = where.first_node, tree.num_nodes
+        self._ancestors = None if tree.is_line else tree.ancestors
+        self._depths = None if tree.is_line or not any(self._windows) else tree.depths.contiguous()
+        self._pairs = torch.view_as_real(self.cis[:, 0])
+
+    def __call__(self, layer: int, qkv: Tensor, heads: Heads) -> Tensor:
+        norms = None
+        if heads.q_norm is not None and heads.k_norm is not None:
+            norms = heads.q_norm.weight, heads.k_norm.weight, heads.q_norm.eps
+        slots, first = self._data[layer], self._first_node
+        queries = gpu.write_heads(
+            qkv, self._pairs, slots, self._places, first, (heads.num_heads, heads.num_kv_heads), norms
+        )
+        return gpu.tree_attention(
+            queries, slots, self._places, self._ancestors, self._depths, first, self._num_nodes, self._width,
+            self._windows[layer], self._scale,
+        )  # fmt: skip
+
+    def mix(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise NotImplementedError  # ``__call__`` does all of it
+
+
 class PagedTreeAttention(TreeAttention):
     """``TreeAttention`` over paged slots (``models.paged``), which are gathered layer by layer."""
 
@@ -262,9 +301,10 @@ class CausalAttention(Attention):
         """(R, heads, D) each -> (R, heads * D)."""
         mask = self._mask(self._windows[layer], q.device)
         q, k, v = (x.view(self._rows, self._length, -1, x.shape[-1]).transpose(1, 2) for x in (q, k, v))
-        mixed = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=True
-        )
+        with sdpa_kernel(_BACKENDS) if q.is_cuda else nullcontext():
+            mixed = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=True
+            )
         return mixed.transpose(1, 2).reshape(self._rows * self._length, -1)
 
     def _mask(self, window: int | None, device: torch.device) -> Tensor | None:
@@ -367,4 +407,7 @@ def attention_over(where: TreeSlots) -> type[SlotAttention]:
         return WatchAttention
     if where.view is not None:
         return ViewAttention
+    data = where.cache.data
+    if gpu.attends(data.device, data.dtype, data.shape[5]):
+        return FusedTreeAttention
     return TreeAttention if where.cache.table is None else PagedTreeAttention

@@ -97,6 +97,7 @@ class Entries:
         view: the slots before the trees that attention reads; None for all.
         watched: (L, K, S) float32 of one row, to which the attention weights of the S slots before its tree are added.
             The entries' own slots are then read, not written.
+        rows: (B,) the row of each tree, on the device; None for those from ``first_row`` on.
     """
 
     tree: DraftTree
@@ -108,6 +109,7 @@ class Entries:
     prompt_lengths: Sequence[int] | None = None
     view: View | None = None
     watched: Tensor | None = None
+    rows: Tensor | None = None
 
     @property
     def tokens(self) -> Tensor:
@@ -271,6 +273,11 @@ def pick(outputs: Outputs, last: Tensor) -> Outputs:
     return logits, out
 
 
+def num_padding(num_rows: int, device: torch.device) -> int:
+    """Rows to add to a forward on a CPU, once instead of in every matrix (``MIN_ROWS``)."""
+    return max(MIN_ROWS - num_rows, 0) if device.type == "cpu" else 0
+
+
 # --- PyTorch, operator by operator ------------------------------------------------------------------------------------
 
 
@@ -303,12 +310,12 @@ class EagerRunner(Runner):
         positions = lengths_B[:, None] + tree.depths[:, first_node:]
         prompts = None if prompts_B is None else prompts_B[:, None]
         cis = net.rotary.cis(positions, prompts, upto=upto).view(real, 1, -1)
-        padding = max(MIN_ROWS - real, 0)  # padded once here, not in every matrix
+        padding = num_padding(real, net.device)
         ids = F.pad(ids.clamp(min=0).reshape(-1), (0, padding))
         states = None if entries.states is None else F.pad(entries.states.flatten(0, 1), (0, 0, 0, padding))
         slots = TreeSlots(
             self.cache, tree, lengths_B, entries.lengths or None, entries.first_row, first_node, width, entries.view,
-            entries.watched,
+            entries.watched, entries.rows,
         )  # fmt: skip
         shape, attend = net.shape, None
         if shape.num_layers:
@@ -320,7 +327,7 @@ class EagerRunner(Runner):
         """(B, W, H) -> (B, W, V)."""
         rows, nodes, _ = read.shape
         real = rows * nodes
-        logits: Tensor = self.net.logits(F.pad(read.reshape(real, -1), (0, 0, 0, max(MIN_ROWS - real, 0))))
+        logits: Tensor = self.net.logits(F.pad(read.reshape(real, -1), (0, 0, 0, num_padding(real, read.device))))
         return logits[:real].view(rows, nodes, -1)
 
     def fuse(self, features: Tensor) -> Tensor:

@@ -13,16 +13,17 @@ import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from draftwing.errors import DraftwingWarning
+from draftwing.models import gpu
 from draftwing.models.cache import KVCache
 from draftwing.models.paged import makes_pages
 from draftwing.noise import AcceptArgs
-from draftwing.runtime.forward import EagerRunner, Entries, Net, pick
+from draftwing.runtime.forward import PREFILL_CHUNK, EagerRunner, Entries, Net, pick
 from draftwing.runtime.tree_builder import Drafted, DraftRequest, TreeBuilder, Verified, VerifyRequest
 from draftwing.sampling import SamplingBatch
 from draftwing.torch_utils import on_device
@@ -51,7 +52,7 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool: Any = None  # PyTorch's handle of it
+        self._first: torch.cuda.CUDAGraph | None = None  # a pool ends with its last graph: this one stays
         self.num_recorded = 0
 
     def __call__(self, function: Callable[[], Outputs]) -> Callable[[], Outputs]:
@@ -64,10 +65,14 @@ class CudaRecorder:
                 for _ in range(WARM_UPS):
                     function()
             current.wait_stream(stream)
+            if self._first is None:
+                self._first = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self._first, capture_error_mode="thread_local"):
+                    torch.zeros(1, device=self._device)
             graph = torch.cuda.CUDAGraph()
             try:
                 # Other threads may make CUDA calls during the capture.
-                with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                with torch.cuda.graph(graph, pool=self._first.pool(), capture_error_mode="thread_local"):
                     outputs = function()
             except RuntimeError as error:
                 warnings.warn(
@@ -77,7 +82,6 @@ class CudaRecorder:
                     stacklevel=2,
                 )
                 return function
-            self._pool = self._pool or graph.pool()
 
         def replay() -> Outputs:
             graph.replay()
@@ -147,6 +151,7 @@ class Pool(Generic[T]):
 
 
 NODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+PROMPT_BUCKETS = (16, 32, 64, 128, PREFILL_CHUNK)
 ROW_BUCKETS = (1, 2, 4, 8, 16)  # so that few joining or leaving requests change the bucket
 MIN_SLOTS = 256  # smallest bucket of KV slots
 
@@ -179,6 +184,22 @@ class _Bucket(NamedTuple):
     table: Tensor
 
 
+class _Prompt(NamedTuple):
+    """The static inputs of a recorded piece of a prompt.
+
+    Attributes:
+        numbers: (B, 2) of each row: its number, and its committed tokens.
+        tokens: (B, W).
+        states: (B, W, H), or None.
+        table: see ``_Bucket``.
+    """
+
+    numbers: Tensor
+    tokens: Tensor
+    states: Tensor | None
+    table: Tensor
+
+
 class RecordedRunner(EagerRunner):
     """See ``Runner``: forwards of trees by bucket, and whole drafts, each one recording.
 
@@ -193,16 +214,56 @@ class RecordedRunner(EagerRunner):
     def __init__(self, net: Net, record: Record, cache: KVCache | None = None) -> None:
         super().__init__(net, cache)
         self._buckets: Recordings[_Bucket] = Recordings(record, self.cache)
+        self._prompts: Recordings[_Prompt] = Recordings(record, self.cache)
         self._drafts: Recordings[_Draft] = Recordings(record, self.cache)
+        # Their rows are numbers on the device, which the kernels alone read.
+        self._records_prompts = gpu.attends(net.device, net.dtype, net.shape.head_dim)
 
     def forward(
         self, entries: Entries, *, want_logits: bool = True, last: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """See ``Runner.forward``; the result is valid until the next one. Prompts, drafts and views run eagerly."""
+        """See ``Runner.forward``; the result is valid until the next one. Drafts and views run eagerly."""
+        is_prompt = not want_logits and entries.tree.is_line and entries.ids is None and not entries.first_node
+        if is_prompt and self._records_prompts and entries.view is None and entries.watched is None:
+            return None, self._read(entries)
         if not want_logits or entries.states is not None or entries.first_row or entries.view is not None:
             return super().forward(entries, want_logits=want_logits, last=last)
         logits, out, _ = self._replay(entries)
         return (logits, out) if last is None else pick((logits, out), last)
+
+    def _read(self, entries: Entries) -> Tensor | None:
+        """Write the slots of a piece of a prompt, padded to a bucket; returns the second output of its tokens."""
+        rows, count = entries.tokens.shape
+        length = round_up_to(PROMPT_BUCKETS, count)
+        last_slot = max(entries.lengths) + length
+        self.reserve(entries.first_row + rows, last_slot)
+        self.cache.hold(entries.first_row, entries.lengths, count)
+        width = round_up_slots(last_slot, self.cache)
+        key = (rows, length, width)
+        recording = self._prompts.get(key, lambda: self._prompt(rows, length, width))
+        prompt, device = recording.inputs, self.net.device
+        numbers = [[entries.first_row + row, start] for row, start in enumerate(entries.lengths)]
+        prompt.numbers.copy_(on_device(numbers, device))
+        prompt.tokens[:, :count].copy_(entries.tokens)
+        if prompt.states is not None and entries.states is not None:
+            prompt.states[:, :count].copy_(entries.states)
+        outputs = recording.run()
+        return outputs[0][:, :count].clone() if outputs else None
+
+    def _prompt(self, rows: int, length: int, width: int) -> tuple[_Prompt, Callable[[], Outputs]]:
+        tokens = torch.zeros(rows, length, dtype=torch.int64, device=self.net.device)
+        size, states = self.net.shape.state_width or self.net.shape.feature_width, None
+        if size:
+            states = torch.zeros(rows, length, size, dtype=self.net.dtype, device=self.net.device)
+        prompt = _Prompt(torch.zeros_like(tokens[:, :2]), tokens, states, self.net.rotary.table(width))
+
+        def run() -> Outputs:
+            first, lengths = prompt.numbers.unbind(1)
+            entries = Entries(DraftTree.chain(tokens), (), states=states, rows=first.contiguous())
+            _, out = self.hidden(entries, lengths.contiguous(), width=width, upto=width)
+            return () if out is None else (out,)
+
+        return prompt, run
 
     def verify(
         self,
