@@ -240,7 +240,7 @@ class FusedTreeAttention(SlotAttention):
         if rows is None:
             rows = torch.arange(where.first_row, where.first_row + tree.num_rows, device=device)
         self._data, self._width = cache.data, min(where.width, cache.num_slots)
-        self._places = rows, where.lengths_B, None if cache.table is None else cache.table.tensor(device)
+        self._places = rows, where.lengths_B.contiguous(), None if cache.table is None else cache.table.tensor(device)
         self._first_node, self._num_nodes = where.first_node, tree.num_nodes
         self._ancestors = None if tree.is_line else tree.ancestors
         self._depths = None if tree.is_line or not any(self._windows) else tree.depths.contiguous()

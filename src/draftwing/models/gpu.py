@@ -52,6 +52,19 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
+def add_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(..., H) -> x + added, or x itself, and its RMSNorm."""
+    width = x.shape[-1]
+    rows, x = x.numel() // width, x.contiguous()
+    total, normed = x if added is None else torch.empty_like(x), torch.empty_like(x)
+    block = triton.next_power_of_2(width)
+    _add_norm[(rows,)](
+        x, x if added is None else added, weight, total, normed, width, eps,
+        BLOCK=block, ADDS=added is not None, num_warps=min(max(block // 512, 1), 16),
+    )  # fmt: skip
+    return total, normed
+
+
 def write_heads(
     qkv: Tensor,
     cis: Tensor,
@@ -157,6 +170,21 @@ if triton is not None:
         up = tl.load(gate_up + row * 2 * width + width + column, mask=inside)
         gated = (gate / (1.0 + tl.exp(-gate))).to(up.dtype)
         tl.store(out + row * width + column, (gated.to(tl.float32) * up.to(tl.float32)).to(up.dtype), mask=inside)
+
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def _add_norm(  # type: ignore[no-untyped-def]
+        x, added, weight, total, normed, width, eps, BLOCK: tl.constexpr, ADDS: tl.constexpr
+    ):  # fmt: skip
+        start, channel = tl.program_id(0).to(tl.int64) * width, tl.arange(0, BLOCK)
+        inside = channel < width
+        value = tl.load(x + start + channel, mask=inside, other=0.0)
+        if ADDS:
+            value = value + tl.load(added + start + channel, mask=inside, other=0.0)
+            tl.store(total + start + channel, value, mask=inside)
+        wide = value.to(tl.float32)
+        unit = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+        scale = tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
+        tl.store(normed + start + channel, (wide * unit * scale).to(value.dtype), mask=inside)
 
     @triton.jit(do_not_specialize=_NUMBERS)  # type: ignore[untyped-decorator,unused-ignore]
     def _write_heads(  # type: ignore[no-untyped-def]

@@ -94,8 +94,8 @@ class RMSNorm(nn.Module):
         """(..., H) -> (..., H). In half precision the norm is taken in float32."""
         if isinstance(x, Traced):
             return x.normed(self)
-        if x.device.type == "cuda":  # one kernel instead of eight
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if gpu.is_usable(x):
+            return gpu.add_norm(x, None, self.weight, self.eps)[1]
         # On a CPU ``F.rms_norm`` takes several times as long for a few rows.
         wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
         length: Tensor = _vector_norm(wide, dim=-1, keepdim=True)
@@ -192,11 +192,15 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Any, attend: Attend, layer: int) -> Any:
         """(R, H) -> (R, H). ``layer`` is passed to ``attend``."""
-        return self.add_mlp(self.add_attention(x, attend, layer))
+        return self.mix(x if self.input_norm is None else self.input_norm.forward(x), x, attend, layer)
 
     def mix(self, normed: Any, x: Any, attend: Attend, layer: int) -> Any:
         """The layer with a given attention input ``normed`` (R, H_in): draft networks read more than the stream x."""
-        return self.add_mlp(self.out.forward(attend(layer, self.qkv.forward(normed), self), x))
+        mixed = attend(layer, self.qkv.forward(normed), self)
+        if not isinstance(x, Traced) and gpu.is_usable(x):
+            x, normed = gpu.add_norm(x, self.out.forward(mixed), self.post_norm.weight, self.post_norm.eps)
+            return self.mlp.forward(normed, x)
+        return self.add_mlp(self.out.forward(mixed, x))
 
     def add_attention(self, x: Any, attend: Attend, layer: int) -> Any:
         """The attention alone, added to the stream (R, H)."""

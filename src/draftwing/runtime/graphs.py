@@ -75,6 +75,10 @@ class CudaRecorder:
                 with torch.cuda.graph(graph, pool=self._first.pool(), capture_error_mode="thread_local"):
                     outputs = function()
             except RuntimeError as error:
+                # The pool and the generator of random numbers still believe that a capture is running.
+                generator = torch.cuda.default_generators[torch.cuda.current_device()]
+                generator.graphsafe_set_state(generator.clone_state())
+                self._first = None
                 warnings.warn(
                     f"a CUDA graph could not be captured, so this part of decoding runs kernel by kernel, slower and "
                     f"with the same result: {str(error).splitlines()[0]}",
