@@ -1,12 +1,15 @@
 """Heads for a chat model: EAGLE-3 and EAGLE-1 for SmolLM2-135M-Instruct, from prompts to what is shipped.
 
     python recipes/chat_heads.py answers --prompts prompts.jsonl     # the target's own words: hours on two cores
-    python recipes/chat_heads.py train                               # resumes where it was stopped
+    python recipes/chat_heads.py train                               # resumes a stopped run
     python recipes/chat_heads.py export                              # bfloat16, with cards, into the package
 
-Each step runs the command that a user would run for a model of their own, and says it. Every step goes on where it was
-stopped. The prompts are dialogues in any form that ``draftwing data regenerate`` reads; half of them are answered
-greedily, half at temperature 1, since a head has to guess both.
+Each step prints the command that a user would run for another model, runs it, and continues if it was stopped. The
+prompts are dialogues in any form that ``draftwing data regenerate`` reads; half of them are answered greedily, half at
+temperature 1, since a head has to predict both.
+
+With ``--device cuda``, answers are in bfloat16 and no hidden states are stored, since a GPU computes them again in less
+time than reading them takes.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from draftwing.train.session import split_cache
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 Out = Annotated[Path, typer.Option(help="Folder of answers, features and runs.")]
 Target = Annotated[str, typer.Option(help="Folder, GGUF file or name.")]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 
 TARGET = "smollm2-135m-instruct"
 COMMON = {
@@ -57,45 +61,64 @@ RUNS: dict[str, dict[str, str]] = {
 }
 
 
-def run(*words: str) -> None:
-    """Say a command, and run it in this Python."""
-    typer.echo(f"$ draftwing {shlex.join(words)}", err=True)
-    code = subprocess.call([sys.executable, "-m", "draftwing.cli.main", *words])
+def run(*commands: list[str]) -> None:
+    """Print commands, and run them at the same time in this Python."""
+    for words in commands:
+        typer.echo(f"$ draftwing {shlex.join(words)}", err=True)
+    running = [subprocess.Popen([sys.executable, "-m", "draftwing.cli.main", *words]) for words in commands]
+    code = max(process.wait() for process in running)
     if code:
         raise typer.Exit(code)
 
 
 @app.command()
 def answers(
-    prompts: Annotated[list[str], typer.Option(help="JSONL files of prompts; repeatable.")],
+    prompts: Annotated[list[Path], typer.Option(help="JSONL files of prompts; repeatable.")],
     out: Out = Path("build/chat-heads"),
     target: Target = TARGET,
+    device: Device = "cpu",
     max_tokens: Annotated[int, typer.Option(help="Of each answer.")] = 256,
     max_batch: Annotated[int, typer.Option(help="Prompts decoded at once.")] = 64,
+    processes: Annotated[int, typer.Option(min=1, help="That share the prompts: Python alone cannot fill a GPU.")] = 1,
 ) -> None:
-    """Let the target answer, and keep its hidden states: 4.6 kB a token."""
-    data = [word for each in prompts for word in ("--data", each)]
-    places = ["--out", str(out / "answers.jsonl"), "--features", str(out / "features")]
-    how = ["-T", "0,1", "--max-tokens", str(max_tokens), "--max-batch", str(max_batch), "--quantize", "int8"]
-    run("data", "regenerate", "--target", target, *data, *places, *how)
+    """Let the target answer; one process on a CPU also keeps its hidden states: 4.6 kB a token."""
+    how = ["-T", "0,1", "--max-tokens", str(max_tokens), "--max-batch", str(max_batch), "--device", device]
+    how += ["--quantize", "int8"] if device == "cpu" else ["--dtype", "bfloat16"]
+    if device == "cpu" and processes == 1:
+        how += ["--features", str(out / "features")]
+    out.mkdir(parents=True, exist_ok=True)
+    lines = [line for file in prompts for line in file.read_text(encoding="utf-8").splitlines()]
+    commands = []
+    for index in range(processes):
+        share = out / f"prompts-{index}.jsonl"
+        share.write_text("".join(f"{line}\n" for line in lines[index::processes]), encoding="utf-8")
+        files = ["--data", str(share), "--out", str(out / f"answers-{index}.jsonl")]
+        commands.append(["data", "regenerate", "--target", target, *files, *how])
+    run(*commands)
 
 
 @app.command()
 def train(
     out: Out = Path("build/chat-heads"),
     target: Target = TARGET,
+    device: Device = "cpu",
     only: Annotated[str | None, typer.Option(help=f"One of {', '.join(RUNS)}; default all.")] = None,
     minutes: Annotated[float, typer.Option(help="Of each head.")] = 180,
-    after: Annotated[Path | None, typer.Option(help="OUT of a run before, whose heads these begin as.")] = None,
+    after: Annotated[Path | None, typer.Option(help="OUT of an earlier run, whose heads these start from.")] = None,
 ) -> None:
     """Train the heads one after the other; a run that is complete is skipped."""
+    if (out / "features").exists():
+        data = ["--cache", str(out / "features")]
+    else:
+        data = [word for file in sorted(out.glob("answers-*.jsonl")) for word in ("--data", str(file))]
     for name, options in RUNS.items():
         if only in (None, name):
-            said = [word for pair in options.items() for word in pair]
-            where = ["--target", target, "--cache", str(out / "features"), "--out", str(out / name)]
+            changes = {} if device == "cpu" else {"--tokens-per-batch": "8192", "--later-share": "0.25"}
+            where = ["--target", target, *data, "--out", str(out / name), "--device", device]
             if after is not None:
                 where += ["--init-from", str(after / name / "head")]
-            run("train", name, *where, "--minutes", str(minutes), "--licence", "Apache-2.0", *said)
+            settings = [word for pair in (options | changes).items() for word in pair]
+            run(["train", name, *where, "--minutes", str(minutes), "--licence", "Apache-2.0", *settings])
 
 
 def measured_of(name: str, groups: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, str]]]:

@@ -409,9 +409,9 @@ def test_a_step_reads_only_its_tokens_from_the_device(drafter, kind, is_recorded
 
 
 def test_the_benchmark_needs_a_gpu(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks" / "gpu"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    script, app = importlib.import_module("gpu"), typer.Typer()
+    script, app = importlib.import_module("speed"), typer.Typer()
     app.command()(script.main)
     found = CliRunner().invoke(app, [str(tmp_path)])
     assert found.exit_code == 2

@@ -23,7 +23,7 @@ except ImportError:  # PyTorch for CPUs comes without it
 SPLIT = 256  # slots that one program reads; more programs than one for a long row, to fill the GPU
 _BLOCK = 64  # slots read at once: a page
 _TILE, _LARGE_TILE = 16, 64  # queries of a program; large ones read a prompt's slots less often
-_MANY = 1024  # queries of a KV head from which tiles are large: only prompts have so many
+_MANY = 1024  # queries of a KV head from which tiles are large: those of a prompt
 _COLUMNS = 1024  # channels of a program of ``silu_mul``
 
 

@@ -9,6 +9,7 @@ Shape suffixes: B rows, N nodes (padded to the bucket), W entries, V vocabulary,
 
 from __future__ import annotations
 
+import gc
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -69,7 +70,8 @@ class CudaRecorder:
                 self._first = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(self._first, capture_error_mode="thread_local"):
                     torch.zeros(1, device=self._device)
-            graph = torch.cuda.CUDAGraph()
+            graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
+            gc.disable()  # freeing memory, such as that of another graph, would end the capture
             try:
                 # Other threads may make CUDA calls during the capture.
                 with torch.cuda.graph(graph, pool=self._first.pool(), capture_error_mode="thread_local"):
@@ -86,6 +88,9 @@ class CudaRecorder:
                     stacklevel=2,
                 )
                 return function
+            finally:
+                if collects:
+                    gc.enable()
 
         def replay() -> Outputs:
             graph.replay()
