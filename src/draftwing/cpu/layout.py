@@ -121,11 +121,12 @@ class VerifyArgs(ctypes.Structure):
 
 
 class RowForm(IntEnum):
-    """How float32 rows are converted before they are multiplied with bfloat16 weights."""
+    """How float32 rows are converted before they are multiplied."""
 
     AS_THEY_ARE = 0
-    ROUNDED = 1  # to bfloat16
+    ROUNDED = 1  # to bfloat16, like the weights
     SPLIT = 2  # each number into three bfloat16 numbers that sum to it: float32 arithmetic on matrix tiles
+    LEVELS = 3  # to 8 bits for each unit of a block that shares a scale: integer products
 
 
 @dataclass(frozen=True)
