@@ -383,9 +383,9 @@ class Linear(nn.Module):
             names = ", ".join(dict.fromkeys(self.formats))
             if self._fused[0].row_form == RowForm.ROUNDED or (names in ("int8", "float32") and not self._expanded):
                 return f"CPU kernel, {names}"
-            arithmetic = "int8" if self.has_levels else "float32"
-            origin = f"expanded from {', '.join(self._expanded)}" if self._expanded else f"weights in {arithmetic} arithmetic"
-            return f"CPU kernel, {names} {origin}"
+            if self._expanded:
+                return f"CPU kernel, {names} expanded from {', '.join(self._expanded)}"
+            return f"CPU kernel, {names} weights in {'int8' if self.has_levels else 'float32'} arithmetic"
         if self._int8 is not None:
             return "oneDNN, int8"
         name = str(self.dtype).removeprefix("torch.")
