@@ -53,8 +53,8 @@ class ModelOptions(TypedDict, total=False):
         quantize: ``int8`` quantizes the matrices of target and drafter: up to three times as fast on a CPU. The output
             is that of the quantized model, with or without drafts. None: as ``dtype`` says.
         arithmetic: of matrices in a GGUF file's blocks, on the CPU kernel. ``int8`` multiplies integers: activations
-            are rounded to 8 bits in units of 32, as in llama.cpp. ``float32`` computes the products of the file's float32
-            expansion, slower. Either way the output is the same with and without drafts. None is int8.
+            are rounded to 8 bits in units of 32, as in llama.cpp. ``float32`` computes the products of the file's
+            float32 expansion, slower. In both, the output is the same with and without drafts. None is int8.
         device: ``cpu`` or ``cuda``; None takes a GPU if there is one.
         engine: ``lean``, ``transformers`` (any architecture, slower), or ``auto``: lean if it supports the model.
         revision: of a hub id.

@@ -108,45 +108,35 @@ template <int MAX_LEVEL, int FOURS> ALWAYS_INLINE Ints add_products(Ints sum, co
 
 // --- a tile ----------------------------------------------------------------------------------------------------------
 
-// The levels of a unit for one register of outputs, in two halves of 4 bits if they are too wide for the products.
-template <typename T> struct Levels {
-    static constexpr int FOURS = T::UNIT / 4;
-    static constexpr bool IS_SPLIT = T::MAX_LEVEL > WIDEST;
-    Words low[FOURS], high[IS_SPLIT ? FOURS : 1];
+constexpr int GROUP = 64;  // rows whose sums stay in the L1 cache
 
-    ALWAYS_INLINE Levels(const char* block, int unit, int place) {
-#pragma GCC unroll 8
-        for (int four = 0; four < FOURS; ++four) {
-            const Words levels = T::levels(T::template bits<Words>(block, unit, four, place));
-            low[four] = IS_SPLIT ? levels & 0x0f0f0f0fu : levels;
-            if constexpr (IS_SPLIT) high[four] = levels >> 4 & 0x0f0f0f0fu;
-        }
-    }
-
-    ALWAYS_INLINE Ints times(const RowUnit<T::UNIT>& x) const {
-        const Ints start = T::CENTER == 0 ? Ints{} : x.start - Ints{};
-        if constexpr (IS_SPLIT) {
-            const Ints sixteens = add_products<15, FOURS>(Ints{}, high, x.levels);
-            return add_products<15, FOURS>(start, low, x.levels) + (sixteens << 4);
-        } else {
-            return add_products<T::MAX_LEVEL, FOURS>(start, low, x.levels);
-        }
-    }
-};
-
-// Adds the products of a unit to the sums (count, 64). Levels stay in registers for all rows.
+// Adds the products of a unit to the sums (count, 64). Levels stay in registers for all rows; those that are too wide for
+// `add_products` are multiplied in two halves of 4 bits.
 template <typename T>
 ALWAYS_INLINE void add_unit(const RowUnit<T::UNIT>* x, int count, const char* block, int unit, const char* ahead, float* sums) {
-    constexpr int PLACES = TILE / LANES, STEP = T::BYTES / T::UNITS / PLACES;
+    constexpr int PLACES = TILE / LANES, STEP = T::BYTES / T::UNITS / PLACES, FOURS = T::UNIT / 4;
+    constexpr bool IS_SPLIT = T::MAX_LEVEL > WIDEST;
+    Ints high[IS_SPLIT ? GROUP : 1];
     for (int place = 0; place < PLACES; ++place, ahead += STEP, sums += LANES) {
         fetch<STEP>(ahead);
-        const Levels<T> levels(block, unit, place);
+        Words levels[FOURS];
+#pragma GCC unroll 8
+        for (int four = 0; four < FOURS; ++four) levels[four] = T::levels(T::template bits<Words>(block, unit, four, place));
+        if constexpr (IS_SPLIT) {
+            Words halves[FOURS];
+            for (int four = 0; four < FOURS; ++four) halves[four] = levels[four] >> 4 & 0x0f0f0f0fu;
+            for (int r = 0; r < count; ++r) high[r] = add_products<15, FOURS>(Ints{}, halves, x[r].levels) << 4;
+            for (int four = 0; four < FOURS; ++four) levels[four] &= 0x0f0f0f0fu;
+        }
         const Scale<Words> scale = T::template scale<Words>(block, unit, place);
         float* to = sums;
         for (int r = 0; r < count; ++r, to += TILE) {
+            Ints start = IS_SPLIT ? high[r] : Ints{};
+            if constexpr (T::CENTER != 0) start += x[r].start;
+            const Ints products = add_products<IS_SPLIT ? 15 : T::MAX_LEVEL, FOURS>(start, levels, x[r].levels);
             Floats sum = one_register<Floats>(to);
             if constexpr (T::HAS_OFFSET) sum = fused_once(x[r].sum - Floats{}, scale.offset, sum);
-            sum = fused_once(numbers_of(levels.times(x[r])) * x[r].scale, scale.factor, sum);
+            sum = fused_once(numbers_of(products) * x[r].scale, scale.factor, sum);
             memcpy(to, &sum, REGISTER);
         }
     }
@@ -155,7 +145,6 @@ ALWAYS_INLINE void add_unit(const RowUnit<T::UNIT>* x, int count, const char* bl
 // A tile times rows, whose units are `stride` apart: (count, 64).
 template <typename T>
 void unit_sums(const RowUnit<T::UNIT>* x, int stride, const char* w, int num_in, int count, float* sums) {
-    constexpr int GROUP = 64;  // rows whose sums stay in the L1 cache
     memset(sums, 0, sizeof(float) * TILE * count);
     for (int first = 0; first < count; first += GROUP, sums += GROUP * TILE) {
         const RowUnit<T::UNIT>* own = x + first;
