@@ -118,6 +118,7 @@ template <int I, int U, int W, int H> struct Blocks {
         return halves<typename Like<T>::Number>(block + 4 * TILE * W + 2 * TILE * which + sizeof(T) / 2 * place);
     }
     template <typename T> static ALWAYS_INLINE T levels(T bits) { return bits; }
+    static ALWAYS_INLINE v16 weight(w16 bits, int i, const Scale<w16>& own) { return unsigned_bytes(bits, i) * own.factor + own.offset; }
 };
 
 struct Q8_0Blocks : Blocks<32, 32, 8, 1> {
@@ -135,11 +136,12 @@ struct Q8_0Blocks : Blocks<32, 32, 8, 1> {
 struct Nibbles {
     static constexpr int MAX_LEVEL = 15;
     template <typename W> static ALWAYS_INLINE W levels(W bits) { return bits & 0x0f0f0f0fu; }
+    static ALWAYS_INLINE v16 weight(w16 bits, int i, const Scale<w16>& own) { return nibbles<0>(bits, 8 * i) * own.factor + own.offset; }
 };
 
 // 4-bit levels: the first half of a block in the low bits, the second in the high bits.
 template <int H> struct Halved : Blocks<32, 32, 4, H>, Nibbles {
-    using Nibbles::levels;
+    using Nibbles::levels, Nibbles::weight;
     template <typename W = w16> static ALWAYS_INLINE W bits(const char* block, int, int four, int place) {
         return Halved::template word<W>(block, four & 3, place) >> (four & 4);
     }
@@ -159,7 +161,6 @@ struct Q4_1Blocks : Halved<2> {
     template <typename W = w16> static ALWAYS_INLINE Scale<W> scale(const char* block, int, int place) {
         return {half<W>(block, 0, place), half<W>(block, 1, place)};
     }
-    static ALWAYS_INLINE v16 weight(w16 bits, int i, const Scale<w16>& own) { return nibbles<0>(bits, 8 * i) * own.factor + own.offset; }
 };
 
 // Q4_K and Q5_K: for every 32 inputs a 6-bit scale and a 6-bit offset, packed in three words, times one factor each.
@@ -185,11 +186,10 @@ template <int W> struct Packed6 : Blocks<256, 32, W, 2> {
 };
 
 struct Q4_KBlocks : Packed6<35>, Nibbles {
-    using Nibbles::levels;
+    using Nibbles::levels, Nibbles::weight;
     template <typename W = w16> static ALWAYS_INLINE W bits(const char* block, int unit, int four, int place) {
         return word<W>(block, 3 + 8 * (unit / 2) + four, place) >> (4 * (unit & 1));
     }
-    static ALWAYS_INLINE v16 weight(w16 bits, int i, const Scale<w16>& own) { return nibbles<0>(bits, 8 * i) * own.factor + own.offset; }
 };
 
 struct Q5_KBlocks : Packed6<43> {
@@ -198,7 +198,6 @@ struct Q5_KBlocks : Packed6<43> {
         const W low = word<W>(block, 11 + 8 * (unit / 2) + four, place) >> (4 * (unit & 1));
         return (low & 0x0f0f0f0fu) | (word<W>(block, 3 + four, place) >> unit & 0x01010101u) << 4;
     }
-    static ALWAYS_INLINE v16 weight(w16 bits, int i, const Scale<w16>& own) { return unsigned_bytes(bits, i) * own.factor + own.offset; }
 };
 
 struct Q6_KBlocks : Blocks<256, 16, 52, 1> {
@@ -213,7 +212,6 @@ struct Q6_KBlocks : Blocks<256, 16, 52, 1> {
         const W high = word<W>(block, 32 + 8 * half + at, place) >> (2 * group);
         return (low & 0x0f0f0f0fu) | (high & 0x03030303u) << 4;
     }
-    static ALWAYS_INLINE v16 weight(w16 bits, int i, const Scale<w16>& own) { return unsigned_bytes(bits, i) * own.factor + own.offset; }
 };
 
 }  // namespace
