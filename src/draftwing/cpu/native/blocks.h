@@ -168,14 +168,9 @@ template <typename T> void round_unit(const float* x, RowUnit<T::UNIT>& out) {
     float largest = largest_of(most);
     const float unusual = sum_of(check), inverse = largest >= SMALLEST ? MAX_ROW_LEVEL / largest : 0.0f;
     if (largest < SMALLEST) largest = 0.0f;
-    i16 total{};
-    for (int i = 0; i < T::UNIT; i += 16) {
-        const i16 levels = nearest_whole(x + i, inverse);
-        store_bytes(reinterpret_cast<uint8_t*>(out.levels) + i, levels);
-        total += levels;
-    }
+    for (int i = 0; i < T::UNIT; i += 16) store_bytes(reinterpret_cast<uint8_t*>(out.levels) + i, nearest_whole(x + i, inverse));
     int32_t sum = 0;
-    for (int lane = 0; lane < 16; ++lane) sum += total[lane];
+    for (const int8_t level : out.levels) sum += level;
     out.scale = largest / MAX_ROW_LEVEL + unusual;
     out.sum = static_cast<float>(sum) * out.scale;
     out.start = -T::CENTER * sum;
