@@ -1,4 +1,4 @@
-"""Whole models out of GGUF files: the numbers of their float32 expansion, in every format, drafted or not."""
+"""Whole models out of GGUF files, drafted or not: in float32 arithmetic the numbers of their float32 expansion."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ import draftwing as dw
 from conftest import add_tokenizer, refused
 from draftwing.cpu.layout import BLOCKS
 from draftwing.cpu.library import get_kernel
-from draftwing.errors import CheckpointError, UnsupportedError
+from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
 from draftwing.formats.gguf_folder import open_gguf
 from draftwing.formats.gguf_weights import import_gguf
 from draftwing.loading import load_target
@@ -58,7 +58,7 @@ def logits_of(target):
 @pytest.mark.parametrize("kind", [*BLOCKS, "BF16", "F16", "F32", "mixed", "Q5_0"])
 def test_a_file_is_its_expansion(kind, file_of, without_tiles):
     folder = open_gguf(file_of(kind))
-    own, wide = (LeanTarget.from_folder(folder, expand=expand) for expand in (False, True))
+    own, wide = (LeanTarget.from_folder(folder, expand=expand, arithmetic="float32") for expand in (False, True))
     assert own.runtime == "kernel"
     for ours, theirs in zip(logits_of(own), logits_of(wide), strict=True):
         assert torch.isfinite(ours).all()
@@ -77,22 +77,47 @@ def test_a_file_is_its_expansion(kind, file_of, without_tiles):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", ["Q4_1", "mixed"])
-def test_texts_of_a_file(kind, temperature, file_of, tmp_path):
-    """Drafted by itself in 8 bits, by lookup, not at all, and out of the imported float32 folder: one text."""
+@pytest.mark.parametrize(
+    ("kind", "arithmetic"),
+    [("Q4_1", "float32"), ("mixed", "float32"), *((kind, "int8") for kind in ("Q4_1", "Q4_K", "Q8_0", "mixed"))],
+)
+def test_texts_of_a_file(kind, arithmetic, temperature, file_of, tmp_path):
+    """Drafted by itself in 8 bits, by lookup, not at all, in float32 out of the imported float32 folder: one text."""
     file, options = file_of(kind), {"temperature": temperature, "seed": 3, "max_tokens": 24, "ignore_eos": True}
-    import_gguf(file, tmp_path / "whole")
     texts = []
-    for target, draft in ((file, "none"), (file, "lookup"), (file, file), (tmp_path / "whole", "none")):
-        lm = dw.load(target, draft, device="cpu")
-        texts.append([one.token_ids for one in lm.generate(PROMPTS, speculation=Budget(4, 2, 6), **options)])
-    assert texts.count(texts[0]) == 4
+    for draft, budget in (("none", None), ("lookup", Budget(4, 2, 6)), (file, Budget(4, 2, 6)), (file, Budget(3))):
+        lm = dw.load(file, draft, device="cpu", arithmetic=arithmetic)
+        assert f"weights in {arithmetic} arithmetic" in lm.target.runs_as
+        texts.append([one.token_ids for one in lm.generate(PROMPTS, speculation=budget, **options)])
+    if arithmetic == "float32":
+        import_gguf(file, tmp_path / "whole")
+        lm = dw.load(tmp_path / "whole", "none", device="cpu")
+        texts.append([one.token_ids for one in lm.generate(PROMPTS, **options)])
+    assert texts.count(texts[0]) == len(texts)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q8_0", "mixed"])
+def test_int8_arithmetic_is_close_to_float32(kind, file_of):
+    folder = open_gguf(file_of(kind))
+    ours, exact = (logits_of(LeanTarget.from_folder(folder, arithmetic=each))[0] for each in ("int8", "float32"))
+    assert (ours - exact).norm() < 0.05 * exact.norm()
+    assert not torch.equal(ours, exact)
+    assert "int8" in LeanTarget.from_folder(folder).runs_as  # the default
+
+
+def test_arithmetic_is_refused_where_nothing_has_it(file_of, source):
+    for folder, options in ((source, {}), (open_gguf(file_of("Q4_1")), {"dtype": "bfloat16"})):
+        with refused(UnsupportedError, "arithmetic='int8' is for GGUF files in Q8_0", "quantize='int8'"):
+            load_target(folder, device="cpu", arithmetic="int8", **options)
+        assert load_target(folder, device="cpu", arithmetic="float32", **options)
+    with refused(ConfigError, "arithmetic must be int8, float32 or None, found 'int4'"):
+        load_target(source, device="cpu", arithmetic="int4")
 
 
 def test_without_the_kernel_a_file_is_expanded(file_of, monkeypatch):
     """And decodes as it does with it, up to rounding."""
     folder = open_gguf(file_of("Q4_K"))
-    ours = logits_of(load_target(folder, device="cpu"))[0]
+    ours = logits_of(load_target(folder, device="cpu", arithmetic="float32"))[0]
     exact = load_target(folder, dtype="float64", device="cpu")
     monkeypatch.setenv("DRAFTWING_KERNEL", "off")
     plain = load_target(folder, device="cpu")

@@ -1,4 +1,5 @@
-"""Weights in the format of the file: every format gives the numbers of its float32 expansion, to the bit."""
+"""Weights in the format of the file: in float32 arithmetic every format gives the numbers of its float32 expansion, and
+in int8 arithmetic those of a plain implementation in NumPy, to the bit."""
 
 from dataclasses import replace
 from functools import cache
@@ -73,6 +74,146 @@ def test_blocks_are_what_ggml_says(name):
     expected = torch.from_numpy(gguf.quants.dequantize(part.data.numpy(), kind))
     assert torch.equal(Packed.of_stored([part], None).rows(torch.arange(96)), expected)
     assert FORMATS[name].num_bytes / FORMATS[name].inputs == part.data.shape[1] / 512
+
+
+# --- int8 arithmetic -------------------------------------------------------------------------------------------------
+
+
+def six_bits(packed):
+    """(..., 12) bytes -> scales and offsets (..., 8) of Q4_K and Q5_K."""
+    low, high, both = np.split(packed, 3, -1)
+    scales = np.concatenate((low & 63, (both & 15) | (low >> 6 << 4)), -1)
+    return scales, np.concatenate((high & 63, (both >> 4) | (high >> 6 << 4)), -1)
+
+
+def read_blocks(part):
+    """Levels (out, units, inputs) around zero or from zero on; factor and offset (out, units) float32."""
+    kind = FORMATS[part.format]
+    blocks = part.data.numpy().reshape(part.num_out, -1, kind.num_bytes)
+    half = [blocks[..., at : at + 2].copy().view(np.float16).astype(np.float32) for at in kind.halves]
+    factor, offset = half[0], half[1] if len(half) > 1 else 0 * half[0]
+    if part.format == "Q8_0":
+        levels = blocks[..., 2:].view(np.int8)
+    elif part.format in ("Q4_0", "Q4_1"):
+        nibbles = blocks[..., kind.words[0] :]
+        levels = np.concatenate((nibbles & 15, nibbles >> 4), -1).astype(np.int64) - (8 if part.format == "Q4_0" else 0)
+    elif part.format == "Q6_K":
+        low, high = (blocks[..., a:b].reshape(*blocks.shape[:2], 2, 1, -1) for a, b in ((0, 128), (128, 192)))
+        low, high = low >> np.array([[0], [4]], np.uint8) & 15, high >> np.array([[0], [2], [4], [6]], np.uint8) & 3
+        levels = (low.reshape(high.shape) | high << 4).astype(np.int64) - 32
+        factor = factor * blocks[..., 192:208].view(np.int8)
+    else:
+        low = blocks[..., -128:].reshape(*blocks.shape[:2], 4, 1, 32) >> np.array([[0], [4]], np.uint8) & 15
+        levels = low.reshape(*blocks.shape[:2], 8, 32)
+        if part.format == "Q5_K":
+            levels = levels | (blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1) << 4
+        scales, offsets = six_bits(blocks[..., 4:16])
+        factor, offset = factor * scales.astype(np.float32), -offset * offsets.astype(np.float32)
+    unit = 16 if part.format == "Q6_K" else 32
+    levels = levels.reshape(part.num_out, -1, unit).astype(np.int64)
+    return levels, *(numbers.reshape(part.num_out, -1).astype(np.float32) for numbers in (factor, offset))
+
+
+def fused(a, b, c):
+    """a * b + c in float32, rounded once."""
+    return (a.astype(np.float64) * b + c).astype(np.float32)
+
+
+def integer_product(x, part):
+    """(R, in) -> (R, out) float32: rows rounded to 8 bits in units, exact sums of a unit, added in their order."""
+    levels, factor, offset = read_blocks(part)
+    units = x.numpy().reshape(len(x), levels.shape[1], -1)
+    largest = np.abs(units).max(-1)
+    largest = np.where(largest < 2.0**-119, np.float32(0), largest)
+    with np.errstate(divide="ignore"):
+        inverse = np.where(largest > 0, np.float32(127) / largest, np.float32(0))
+    rows = np.rint(units.astype(np.float64) * inverse[..., None]).astype(np.int64)
+    scale = largest / np.float32(127)
+    sums = rows.sum(-1).astype(np.float32) * scale
+    out = np.zeros((len(x), part.num_out), np.float32)
+    for unit in range(levels.shape[1]):
+        if np.any(offset):
+            out = fused(sums[:, unit, None], offset[:, unit], out)
+        products = (rows[:, unit] @ levels[:, unit].T).astype(np.float32) * scale[:, unit, None]
+        out = fused(products, factor[:, unit], out)
+    return torch.from_numpy(out)
+
+
+def in_int8(part, bias=None):
+    return Linear.of_stored([part], bias, arithmetic="int8")
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(("num_out", "num_in"), [(200, 768), (1, 256)])
+def test_integer_products_of_any_number_of_rows(name, num_out, num_in):
+    part, bias = stored(name, num_out, num_in), torch.randn(num_out)
+    ours, x = in_int8(part, bias), torch.randn(130, num_in)
+    expected = integer_product(x, part) + bias
+    assert ours.has_levels
+    assert f"{name} weights in int8 arithmetic" in ours.runs_as
+    for rows in (*range(1, 65), 130):
+        assert torch.equal(ours.forward(x[:rows]), expected[:rows]), rows
+    assert torch.equal(ours.forward(x[77:79]), expected[77:79])
+    exact = torch.nn.functional.linear(x, part.expand(), bias)
+    assert (expected - exact).norm() < 0.015 * exact.norm()
+    assert torch.equal(ours.plain(), part.expand())
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_integer_products_of_unusual_rows(name):
+    """Zeros, the smallest and the largest numbers; NaN and infinity do not vanish, nor reach other rows."""
+    part = stored(name, 70, 512)
+    x = torch.randn(8, 512)
+    x[0] = 0
+    x[1] *= 1e-45  # subnormal
+    x[2, :256] *= 1e-37  # some units below the smallest scale, some above
+    x[3] *= 1e30
+    x[4, 100:300] = 0
+    expected = integer_product(x, part)
+    assert torch.equal(in_int8(part).forward(x), expected)
+    assert (expected[:2] == 0).all()
+    x[5, 17], x[6, 400], x[7, 31] = torch.nan, torch.inf, -torch.inf
+    found = in_int8(part).forward(x)
+    assert torch.equal(found[:5], expected[:5])
+    assert found[5:].isnan().all()
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_integer_products_with_unusual_blocks(name):
+    """All zeros, the largest levels everywhere, and subnormal scales."""
+    kind, part, x = FORMATS[name], stored(name, 66, 512), torch.randn(5, 512)
+    blocks = part.data.clone().view(66, -1, kind.num_bytes)
+    blocks[0], blocks[1] = 0, 255
+    for at in kind.halves:
+        blocks[1, :, at : at + 2] = torch.tensor([0xFF, 0x3B], dtype=torch.uint8)
+        blocks[2:, ::2, at : at + 2] = torch.tensor([0x03, 0x80], dtype=torch.uint8)
+    part = replace(part, data=blocks.view(66, -1))
+    x[0] = 1.0  # the largest levels, too
+    found = in_int8(part).forward(x)
+    assert torch.equal(found, integer_product(x, part))
+    assert (found[:, 0] == 0).all()
+
+
+@pytest.mark.parametrize("names", [("Q4_1", "Q4_1"), ("Q4_K", "Q6_K")], ids=str)
+def test_integer_products_of_several_matrices(names):
+    """One below the other, and gates next to what they gate."""
+    parts = [stored(name, 64, 512, seed) for seed, name in enumerate(names)]
+    x, residual = torch.randn(9, 512), torch.randn(9, 128)
+    stacked = Linear.of_stored(parts, None, arithmetic="int8")
+    both = [integer_product(x, part) for part in parts]
+    assert torch.equal(stacked.forward(x, residual), residual + torch.cat(both, 1))
+    if len(set(names)) == 1:
+        mlp = Linear.of_stored(parts, None, gated=True, arithmetic="int8")
+        program = Program(get_kernel())
+        given = program.given(512)
+        result = program.output(given.linear(mlp.packed, activation="silu"))
+        program.finish()
+        out = torch.empty(9, 64)
+        Workspace(program).run(9, 1, {program.place(given.buffer): x, program.place(result): out})
+        assert torch.allclose(out, torch.nn.functional.silu(both[0]) * both[1], rtol=1e-5)
+
+
+# --- other properties ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_in", [1, 37, 255])

@@ -52,6 +52,9 @@ class ModelOptions(TypedDict, total=False):
             checkpoint's dtype, except that 16-bit checkpoints compute in float32 on a CPU.
         quantize: ``int8`` quantizes the matrices of target and drafter: up to three times as fast on a CPU. The output
             is that of the quantized model, with or without drafts. None: as ``dtype`` says.
+        arithmetic: of matrices in a GGUF file's blocks, on the CPU kernel. ``int8`` multiplies integers: activations
+            are rounded to 8 bits in units of 32, as in llama.cpp. ``float32`` computes the products of the file's
+            float32 expansion, slower. In both, the output is the same with and without drafts. None is int8.
         device: ``cpu`` or ``cuda``; None takes a GPU if there is one.
         engine: ``lean``, ``transformers`` (any architecture, slower), or ``auto``: lean if it supports the model.
         revision: of a hub id.
@@ -59,6 +62,7 @@ class ModelOptions(TypedDict, total=False):
 
     dtype: Dtype
     quantize: str | None
+    arithmetic: str | None
     device: str | torch.device | None
     engine: str
     revision: str | None
@@ -89,7 +93,7 @@ def load(
             ``{"draft": "lookup"}``: lookup drafts for the draft model; ``{"budget": 512}``: KV slots that
             self-speculation attends to; ``{"online": True}``: a head learns while it serves, in a tenth of the time or
             the given share.
-        model: ``dtype``, ``quantize``, ``device``, ``engine`` and ``revision``: see ``ModelOptions``.
+        model: ``dtype``, ``quantize``, ``arithmetic``, ``device``, ``engine`` and ``revision``: see ``ModelOptions``.
 
     Raises:
         CheckpointError, ConfigError, TokenizerError: the message names the cause and the fix.
@@ -109,6 +113,7 @@ def load(
         folder,
         dtype=model.get("dtype", "float32"),
         quantize=model.get("quantize"),
+        arithmetic=model.get("arithmetic"),
         device=device,
         engine=model.get("engine", "auto"),
         name=str(target or default_model()),
@@ -126,6 +131,7 @@ def load_target(
     *,
     dtype: Dtype = "float32",
     quantize: str | None = None,
+    arithmetic: str | None = None,
     device: str | torch.device | None = None,
     engine: str = "auto",
     name: str | None = None,
@@ -142,11 +148,14 @@ def load_target(
         numbers = torch.float32  # the lean decoder computes in float32 with 16-bit weights there
     model: Target
     if is_lean:
-        model = LeanTarget.from_folder(folder, numbers, where, prepack=prepack, name=name, quantize=quantize)
-    elif quantize is not None:
+        model = LeanTarget.from_folder(
+            folder, numbers, where, prepack=prepack, name=name, quantize=quantize, arithmetic=arithmetic
+        )
+    elif quantize is not None or arithmetic is not None:
+        option, value = ("arithmetic", arithmetic) if quantize is None else ("quantize", quantize)
         raise UnsupportedError(
-            f"quantize={shown(quantize)} needs the lean decoder, and {folder} would run on transformers: "
-            f"{'choose engine=' + repr('lean') + ', or ' if lean else ''}leave quantize out"
+            f"{option}={shown(value)} needs the lean decoder, and {folder} would run on transformers: "
+            f"{'choose engine=' + repr('lean') + ', or ' if lean else ''}leave {option} out"
         )
     else:
         model = AdapterTarget.from_folder(folder, numbers, where, name=name)

@@ -106,6 +106,10 @@ void tell_products() {
                 for (const int count : COUNTS) tell(std::string("product ") + name + std::to_string(count), linear(op, x, count, 100));
             }
         }
+        if (kind.halves) {
+            op.row_form = LEVELS;
+            for (const int count : COUNTS) tell(std::string("blocks ") + kind.name + " " + std::to_string(count), linear(op, x, count, 100));
+        }
         const int64_t outputs[] = {0, 5, 63, 64, 99};
         std::vector<float> rows(5 * num_in);
         draftwing_rows(kind.format, weight.data, num_in, outputs, rows.data(), 5);

@@ -225,6 +225,9 @@ class Model:
     quantize: str | None = option(
         None, "int8: a quarter of the memory, up to three times as fast on a CPU. The output is the quantized model's."
     )
+    arithmetic: str | None = option(
+        None, "Products with a GGUF file's blocks: int8, or float32 (slower). [default: int8]", expert=True
+    )
     device: str | None = option(None, "cpu or cuda. [default: cuda if available]")
     engine: str = option("auto", "lean, transformers, or auto: lean if it supports the model.", expert=True)
 

@@ -121,11 +121,12 @@ class VerifyArgs(ctypes.Structure):
 
 
 class RowForm(IntEnum):
-    """How float32 rows are converted before they are multiplied with bfloat16 weights."""
+    """How float32 rows are converted before they are multiplied."""
 
     AS_THEY_ARE = 0
-    ROUNDED = 1  # to bfloat16
+    ROUNDED = 1  # to bfloat16, like the weights
     SPLIT = 2  # each number into three bfloat16 numbers that sum to it: float32 arithmetic on matrix tiles
+    LEVELS = 3  # to 8 bits for each unit of a block that shares a scale: integer products
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,8 @@ class WeightFormat:
     Every format but int8 is exact: the CPU kernel widens its numbers to float32 in registers, then multiplies and sums
     as with float32 weights, so that the output equals that of the float32 expansion bit for bit, while a forward reads
     the format's own bytes. On matrix tiles, float32 rows times bfloat16 weights are exact products too, but summed in
-    another order (``RowForm.SPLIT``). With int8 weights, rows are rounded too: a different, similar model.
+    another order (``RowForm.SPLIT``). With int8 weights, and with blocks in int8 arithmetic (``RowForm.LEVELS``), rows
+    are rounded too: a different, similar model.
 
     GGUF's blocks are defined in ggml's ``ggml-common.h``. The kernel needs to know which bytes of a block are 32-bit
     words (levels and packed scales) and which are 16-bit numbers (scales and offsets): those of 64 outputs are stored
@@ -145,7 +147,7 @@ class WeightFormat:
         name: the name in checkpoints, GGUF files and ``quantize``.
         code: its number in ``native/formats.h``.
         inputs, num_bytes: numbers and bytes of a block.
-        exact: the model whose products it reproduces.
+        exact: the model whose products it reproduces, in float32 arithmetic.
         fast_on: the processors on which it is faster.
         dtype: of plain numbers; None for blocks and levels.
         halves: byte offsets of a block's 16-bit numbers.

@@ -37,7 +37,7 @@ class Packed:
         scales, sums: for int8, by output: the value of a level, and the contribution of the rows' offset of 128.
         bias: by output, or None.
         gated: whether gates (the first half of the rows) and gated values (the second) are in alternate tiles.
-        row_form: for bfloat16, how rows are converted before the product.
+        row_form: how rows are converted before the product.
     """
 
     num_in: int
@@ -77,13 +77,20 @@ class Packed:
 
     @classmethod
     def of_stored(
-        cls, parts: Sequence[Stored], bias: Tensor | None, *, gated: bool = False, rounds: bool = False
+        cls,
+        parts: Sequence[Stored],
+        bias: Tensor | None,
+        *,
+        gated: bool = False,
+        rounds: bool = False,
+        arithmetic: str = "float32",
     ) -> Packed:
         """Pack matrices of the same inputs and format, concatenated along the outputs.
 
         Args:
             rounds: whether rows are rounded to bfloat16, the format of the matrices. Otherwise rows are float32, which
                 the processor's matrix tiles, if any, multiply in three parts.
+            arithmetic: of matrices in blocks: "float32" or "int8".
 
         Raises:
             NotFiniteError: a number, or the scale of a block, is NaN or infinite.
@@ -99,6 +106,8 @@ class Packed:
         num_out //= 2 if gated else 1
         splits = kind.name == "bfloat16" and required_kernel().has_tiles and num_in >= MIN_SPLIT
         form = RowForm.ROUNDED if rounds else RowForm.SPLIT if splits else RowForm.AS_THEY_ARE
+        if kind.is_blocks and arithmetic == "int8":
+            form = RowForm.LEVELS
         return cls(num_in, num_out, kind, weight, None, None, _by_output(bias, gated), gated, form)
 
     def rows(self, outputs: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ def fault_of(library: ctypes.CDLL) -> str:
         ("activations", _activations(library, x, weight)),
         ("8-bit products", _bytes(library, rng)),
         *((f"{kind.name} weights", _widens(library, rng, kind)) for kind in _WIDENED),
+        *((f"8-bit products with {kind.name}", _blocks(library, rng, kind)) for kind in _WIDENED if kind.is_blocks),
         *(
             (f"bfloat16 products, rows {form.name.lower()}", _narrow(library, rng, form, rows, width))
             for form in (RowForm.ROUNDED, RowForm.SPLIT)
@@ -114,9 +115,7 @@ def _widens(library: ctypes.CDLL, rng: np.random.Generator, kind: WeightFormat) 
     """Products of narrow weights equal those of their float32 values bit for bit, for any number of rows."""
     width = 3 * kind.inputs if kind.inputs < _IN else kind.inputs
     if kind.is_blocks:
-        tile = rng.integers(0, 256, (width // kind.inputs, _TILE * kind.num_bytes), np.uint8)
-        scales = rng.uniform(-0.1, 0.1, (len(tile), _TILE * len(kind.halves))).astype(np.float16)
-        tile[:, -2 * scales.shape[1] :] = scales.view(np.uint8)
+        tile = _random_blocks(rng, kind, width, lambda shape: rng.uniform(-0.1, 0.1, shape))
     else:
         width = _IN
         expected = rng.standard_normal((_TILE, width + width % 2), np.float32)
@@ -127,8 +126,7 @@ def _widens(library: ctypes.CDLL, rng: np.random.Generator, kind: WeightFormat) 
         else:
             expected = _bfloat16(expected)
             tile = _pairs(expected)
-    outputs, wide = np.arange(_TILE), np.zeros((_TILE, width), np.float32)
-    library.draftwing_rows(kind.code, tile.ctypes.data, width, outputs.ctypes.data, wide.ctypes.data, _TILE)
+    wide = _wide(library, kind, tile, width)
     if not kind.is_blocks and not np.array_equal(wide, expected[:, :width]):
         return False
     x = rng.standard_normal((_ROWS, width), np.float32)
@@ -139,6 +137,34 @@ def _widens(library: ctypes.CDLL, rng: np.random.Generator, kind: WeightFormat) 
         if not np.array_equal(result, plain[: len(rows)]):
             return False
     return True
+
+
+def _random_blocks(rng: np.random.Generator, kind: WeightFormat, width: int, scales_of: Any) -> np.ndarray:
+    """A tile of random levels, (blocks, bytes), whose 16-bit numbers are ``scales_of`` their shape."""
+    tile = rng.integers(0, 256, (width // kind.inputs, _TILE * kind.num_bytes), np.uint8)
+    scales = scales_of((len(tile), _TILE * len(kind.halves))).astype(np.float16)
+    tile[:, -2 * scales.shape[1] :] = scales.view(np.uint8)
+    return tile
+
+
+def _wide(library: ctypes.CDLL, kind: WeightFormat, tile: np.ndarray, width: int) -> np.ndarray:
+    """(64, in) float32: the weights of a tile."""
+    outputs, wide = np.arange(_TILE), np.zeros((_TILE, width), np.float32)
+    library.draftwing_rows(kind.code, tile.ctypes.data, width, outputs.ctypes.data, wide.ctypes.data, _TILE)
+    return wide
+
+
+def _blocks(library: ctypes.CDLL, rng: np.random.Generator, kind: WeightFormat) -> bool:
+    """Integer products are exact for rows of whole numbers and scales that are powers of two."""
+    width = max(kind.inputs, 64)
+    tile = _random_blocks(rng, kind, width, lambda shape: rng.choice([-0.5, 0.25, 1.0], shape))
+    x = rng.integers(-20, 21, (_ROWS, width)).astype(np.float32)
+    x[:, ::16] = 127 * rng.choice([-1, 1], (_ROWS, width // 16))  # the largest of each unit: a level is 1
+    expected = x.astype(np.float64) @ _wide(library, kind, tile, width).T.astype(np.float64)
+    op = {"kind": _LINEAR, "num_out": _TILE, "format": kind.code, "row_form": RowForm.LEVELS, "weight": tile}
+    together = _run(library, x, _TILE, op)
+    alone = _run(library, np.ascontiguousarray(x[2:3]), _TILE, op)
+    return np.array_equal(together, expected) and np.array_equal(together[2:3], alone)
 
 
 def _narrow(library: ctypes.CDLL, rng: np.random.Generator, form: RowForm, rows: int, width: int) -> bool:

@@ -61,7 +61,7 @@ def describe_lm(lm: LM) -> dict[str, dict[str, Any]]:
     target, drafter, folder = lm.target, lm.drafter, lm.tokenizer.folder
     about_drafter: dict[str, Any] = {"name": lm.drafter_name, "budget": lm.describe_budget()}
     if drafter.runs_as:
-        is_smaller = "int8" in drafter.runs_as and target.quantized is None
+        is_smaller = "CPU kernel, int8" in drafter.runs_as and target.quantized is None
         note = " (only for drafts; the text is still the target's)" if is_smaller else ""
         about_drafter |= {"matrices": drafter.runs_as + note, "mb_per_token": drafter.num_bytes / 1e6}
     about_target = describe_target(target)

@@ -19,9 +19,10 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from draftwing.cpu.layout import BLOCKS
 from draftwing.cpu.packed import NotFiniteError, Packed
 from draftwing.cpu.program import Traced
-from draftwing.errors import CheckpointError
+from draftwing.errors import CheckpointError, UnsupportedError
 from draftwing.formats.gguf_weights import open_weights
 from draftwing.methods.base import Budget, Drafter
 from draftwing.methods.net_drafter import NetDrafter
@@ -30,7 +31,7 @@ from draftwing.models.cache import KVCache
 from draftwing.models.config import ModelConfig, module_names, num_modules, read_config
 from draftwing.models.context import NO_FEATURES, Context, FeatureSpec, Row, TargetOutput, own_context
 from draftwing.models.layers import DecoderLayer, Experts, GatedMLP, RMSNorm, Taps, settled
-from draftwing.models.linear import Embedding, Layout, Linear, check_quantize, runs_as
+from draftwing.models.linear import Embedding, Layout, Linear, check_arithmetic, check_quantize, runs_as
 from draftwing.models.rope import Rotary
 from draftwing.models.target import Target
 from draftwing.models.weights import Stored, Weights, check_finite
@@ -88,7 +89,9 @@ class Reader:
         if layout.runs == "kernel":
             return self._packed(
                 shapes,
-                lambda parts: Linear.of_stored(parts, bias_of_all, layout.quantize, gated=gated, rounds=layout.rounds),
+                lambda parts: Linear.of_stored(
+                    parts, bias_of_all, layout.quantize, gated=gated, rounds=layout.rounds, arithmetic=layout.arithmetic
+                ),
             )
         weights = [self.tensor(name, *shape) for name, shape in shapes.items()]
         stacked = torch.cat(weights) if len(weights) > 1 else weights[0]
@@ -301,6 +304,7 @@ class LeanTarget(Target):
         quantize: str | None = None,
         fast: bool = False,
         expand: bool = False,
+        arithmetic: str | None = None,
     ) -> LeanTarget:
         """Load a Hugging Face folder.
 
@@ -311,13 +315,15 @@ class LeanTarget(Target):
             quantize: "int8" for all matrices but the routers of experts, or None.
             fast: quantise if the CPU kernel is faster that way: for a draft model, whose distribution is not output.
             expand: convert weights to float32.
+            arithmetic: "float32" or "int8" products with GGUF blocks; None is int8 if the CPU kernel runs them.
 
         Raises:
-            ConfigError, UnsupportedError: the config cannot be run here, or not with this quantisation.
+            ConfigError, UnsupportedError: the config cannot be run here, or not with this quantisation or arithmetic.
             CheckpointError: weights missing, truncated, of other shapes, unknown or not finite.
         """
         device = torch.device(device)
         check_quantize(quantize, dtype, device)
+        check_arithmetic(arithmetic)
         source, where = read_config(folder), str(folder / "config.json")
         config = ModelConfig.from_hf(source, where)
         runtime, layout = runtime_for(
@@ -326,7 +332,8 @@ class LeanTarget(Target):
         )  # fmt: skip
         check_quantize(quantize, dtype, device, layout.runs)
         states = torch.float32 if layout.runs == "kernel" else dtype  # in the kernel only products are in bfloat16
-        reader = Reader(open_weights(folder), states, device, replace(layout, expand=expand))
+        layout = replace(layout, expand=expand, arithmetic=arithmetic or "int8")
+        reader = Reader(open_weights(folder), states, device, layout)
         with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:  # packing is bound by memory traffic
             layers = list(pool.map(partial(read_layer, reader, config), range(config.num_layers)))
         norm = RMSNorm(reader.tensor("model.norm.weight", config.hidden_size), config.rms_norm_eps)
@@ -341,16 +348,27 @@ class LeanTarget(Target):
                 f"is config.json that of another model?"
             )
         rotary = Rotary(config.rope, states, device)
-        return cls(TappedNet(config, embedding, layers, norm, head, rotary), runtime, name or folder.name, dtype)
+        target = cls(TappedNet(config, embedding, layers, norm, head, rotary), runtime, name or folder.name, dtype)
+        if arithmetic == "int8" and not any(matrix.has_levels for matrix in target.matrices):
+            raise UnsupportedError(
+                f"arithmetic='int8' is for GGUF files in {', '.join(BLOCKS)} that the CPU kernel runs in float32, and "
+                f"{target.name} runs as {target.runs_as}: leave it out, or choose quantize='int8'"
+            )
+        return target
 
     @property
     def quantized(self) -> str | None:
         return self.net.head.quantized
 
     @property
-    def runs_as(self) -> str:
+    def matrices(self) -> list[Linear]:
+        """The matrices of the layers and the LM head."""
         parts = [part for layer in self.net.layers for part in layer.modules()]
-        return runs_as([*(part for part in parts if isinstance(part, Linear)), self.net.head])
+        return [*(part for part in parts if isinstance(part, Linear)), self.net.head]
+
+    @property
+    def runs_as(self) -> str:
+        return runs_as(self.matrices)
 
     @property
     def runtime(self) -> str:

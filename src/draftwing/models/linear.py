@@ -65,6 +65,12 @@ def check_quantize(quantize: str | None, dtype: torch.dtype, device: torch.devic
         )
 
 
+def check_arithmetic(arithmetic: str | None) -> None:
+    """Raise ConfigError unless it is "int8", "float32" or None."""
+    if arithmetic is not None and (not isinstance(arithmetic, str) or arithmetic not in ("int8", "float32")):
+        raise ConfigError(f"arithmetic must be int8, float32 or None, found {shown(arithmetic)}")
+
+
 class Int8Product:
     """A matrix (out, in) in 8 bits, times rows in 8 bits: symmetric, with a scale for each channel and each row.
 
@@ -270,12 +276,14 @@ class Layout:
         quantize: "int8" or None.
         expand: float32 even if a file holds smaller numbers, for comparisons.
         rounds: the CPU kernel's products are those of bfloat16, with float32 sums, unless quantised.
+        arithmetic: of GGUF blocks in the CPU kernel: "float32", or "int8" products.
     """
 
     runs: str = "plain"
     quantize: str | None = None
     expand: bool = False
     rounds: bool = False
+    arithmetic: str = "float32"
 
 
 class Linear(nn.Module):
@@ -307,11 +315,13 @@ class Linear(nn.Module):
         *,
         gated: bool = False,
         rounds: bool = False,
+        arithmetic: str = "float32",
     ) -> Linear:
         """Stack matrices of one input and pack them for the CPU kernel in the file's formats; see ``pack``.
 
         Args:
             rounds: round rows to bfloat16; all matrices must be stored in it.
+            arithmetic: see ``Layout``.
         """
         linear = cls(torch.empty(0, parts[0].num_in), bias)
         linear.num_out = sum(part.num_out for part in parts)
@@ -328,7 +338,7 @@ class Linear(nn.Module):
         biases = [None] * len(groups) if bias is None else torch.split(bias, sizes)
         linear._expanded = tuple(dict.fromkeys(part.was for part in parts if part.was))
         linear._fused = tuple(
-            Packed.of_stored(group, part, gated=gated, rounds=rounds)
+            Packed.of_stored(group, part, gated=gated, rounds=rounds, arithmetic=arithmetic)
             for group, part in zip(groups, biases, strict=True)
         )
         return linear
@@ -337,6 +347,11 @@ class Linear(nn.Module):
     def quantized(self) -> str | None:
         """ "int8", or None."""
         return "int8" if self._int8 is not None or "int8" in self.formats else None
+
+    @property
+    def has_levels(self) -> bool:
+        """True if it has GGUF blocks in int8 arithmetic."""
+        return any(part.row_form == RowForm.LEVELS for part in self._fused)
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -368,8 +383,9 @@ class Linear(nn.Module):
             names = ", ".join(dict.fromkeys(self.formats))
             if self._fused[0].row_form == RowForm.ROUNDED or (names in ("int8", "float32") and not self._expanded):
                 return f"CPU kernel, {names}"
-            origin = f"expanded from {', '.join(self._expanded)}" if self._expanded else "weights in float32 arithmetic"
-            return f"CPU kernel, {names} {origin}"
+            if self._expanded:
+                return f"CPU kernel, {names} expanded from {', '.join(self._expanded)}"
+            return f"CPU kernel, {names} weights in {'int8' if self.has_levels else 'float32'} arithmetic"
         if self._int8 is not None:
             return "oneDNN, int8"
         name = str(self.dtype).removeprefix("torch.")

@@ -8,10 +8,6 @@
 
 #include "lanes.h"
 
-#if defined(__ARM_NEON)
-#include <arm_neon.h>
-#endif
-
 namespace {
 
 // --- four inputs at a time -------------------------------------------------------------------------------------------

@@ -15,30 +15,40 @@ enum Format : int32_t {  // see layout.py
 
 // --- narrow numbers -------------------------------------------------------------------------------------------
 
-ALWAYS_INLINE w16 words(const char* from) { return from_memory<w16>(from); }
+template <typename W = w16> ALWAYS_INLINE W words(const char* from) {
+    if constexpr (sizeof(W) == REGISTER) return one_register<W>(from);
+    else return from_memory<W>(from);
+}
 
-// 16 finite half-precision numbers.
-ALWAYS_INLINE v16 halves(const char* from) {
+// A register of finite half-precision numbers.
+ALWAYS_INLINE Floats register_of_halves(const char* from) {
 #if defined(__AVX512F__)
-    return (v16)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 #elif defined(__F16C__)
-    v16 found;
-    for (int h = 0; h < 2; ++h) {
-        const __m256 part = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 16 * h)));
-        memcpy(reinterpret_cast<char*>(&found) + 32 * h, &part, 32);
-    }
-    return found;
+    return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 #elif defined(__aarch64__)
-    v16 found;
-    for (int q = 0; q < 4; ++q) {
-        const float32x4_t part = vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(reinterpret_cast<const uint8_t*>(from) + 8 * q)));
-        memcpy(reinterpret_cast<char*>(&found) + 16 * q, &part, 16);
-    }
-    return found;
+    return (Floats)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(reinterpret_cast<const uint8_t*>(from))));
 #else
-    const w16 bits = words_of(reinterpret_cast<const uint16_t*>(from));
-    return (v16)(((w16)((v16)((bits & 0x7fff) << 13) * 0x1p112f)) | ((bits & 0x8000) << 16));
+    typedef uint16_t Shorts __attribute__((vector_size(REGISTER / 2)));
+    Shorts shorts;
+    memcpy(&shorts, from, sizeof(shorts));
+    const Words bits = __builtin_convertvector(shorts, Words);
+    return (Floats)((Words)((Floats)((bits & 0x7fff) << 13) * 0x1p112f) | (bits & 0x8000) << 16);
 #endif
+}
+
+// As many as `V` holds.
+template <typename V = v16> ALWAYS_INLINE V halves(const char* from) {
+    if constexpr (sizeof(V) == REGISTER) {
+        return register_of_halves(from);
+    } else {
+        V found;
+        for (size_t at = 0; at < sizeof(V); at += REGISTER) {
+            const Floats part = register_of_halves(from + at / 2);
+            memcpy(reinterpret_cast<char*>(&found) + at, &part, REGISTER);
+        }
+        return found;
+    }
 }
 
 // The four bits of each word from `shift` on, minus `OFFSET` (0 or 8), as numbers.
@@ -52,7 +62,12 @@ template <int OFFSET> ALWAYS_INLINE v16 nibbles(w16 word, int shift) {
 #endif
 }
 
-ALWAYS_INLINE v16 signed_bytes(w16 word, int which) { return numbers_of((i16)(word << (24 - 8 * which)) >> 24); }
+template <typename W> ALWAYS_INLINE auto unsigned_bytes(W word, int which) {
+    return numbers_of((typename Like<W>::Whole)(word >> (8 * which) & 255u));
+}
+template <typename W> ALWAYS_INLINE auto signed_bytes(W word, int which) {
+    return numbers_of((typename Like<W>::Whole)(word << (24 - 8 * which)) >> 24);
+}
 
 // --- plain numbers ---------------------------------------------------------------------------------------------------
 // Each format has GROUP inputs whose weights are read together, in GROUP_BYTES of a tile, and `weight` of input `i` of a
@@ -84,105 +99,118 @@ struct BFloat16 {  // two inputs in a word
 
 // --- blocks ----------------------------------------------------------------------------------------------------------
 // Each format has blocks of INPUTS, of which UNIT share a scale and an offset; WORDS of 32 bits and HALVES of 16 per block,
-// interleaved in a tile for 64 outputs. `bits` hold the levels of four inputs. For many rows CHUNK inputs (16 KB) are
-// widened at a time. FEW: at most this many rows are multiplied while weights are widened, if registers are narrower than
-// with AVX-512.
+// interleaved in a tile for 64 outputs. A weight is (level - CENTER) * factor + offset, with unsigned levels. `bits` hold the
+// levels of four inputs of a register W of outputs, number `place` of a tile's, and `levels` makes bytes of them. For many
+// rows CHUNK inputs (16 KB) are widened at a time. FEW: at most this many rows are multiplied while weights are widened, if
+// registers are narrower than with AVX-512.
 
-struct Scale {
-    v16 factor, offset;
+template <typename W> struct Scale {
+    typename Like<W>::Number factor, offset;
 };
 
 template <int I, int U, int W, int H> struct Blocks {
-    static constexpr bool IS_BLOCKS = true;
+    static constexpr bool IS_BLOCKS = true, HAS_OFFSET = false;
     static constexpr int CHUNK = 64, INPUTS = I, UNIT = U, UNITS = I / U, BYTES = TILE * (4 * W + 2 * H), FEW = 5;
-    static ALWAYS_INLINE w16 word(const char* block, int which, int part) { return words(block + 4 * (TILE * which + 16 * part)); }
-    static ALWAYS_INLINE v16 half(const char* block, int which, int part) {
-        return halves(block + 4 * TILE * W + 2 * (TILE * which + 16 * part));
+    template <typename T> static ALWAYS_INLINE T word(const char* block, int which, int place) {
+        return words<T>(block + 4 * TILE * which + sizeof(T) * place);
     }
+    template <typename T> static ALWAYS_INLINE auto half(const char* block, int which, int place) {
+        return halves<typename Like<T>::Number>(block + 4 * TILE * W + 2 * TILE * which + sizeof(T) / 2 * place);
+    }
+    template <typename T> static ALWAYS_INLINE T levels(T bits) { return bits; }
+    static ALWAYS_INLINE v16 weight(w16 bits, int i, const Scale<w16>& own) { return unsigned_bytes(bits, i) * own.factor + own.offset; }
 };
 
 struct Q8_0Blocks : Blocks<32, 32, 8, 1> {
-    typedef w16 Bits;
-    static ALWAYS_INLINE Scale scale(const char* block, int, int part) { return {half(block, 0, part), v16{}}; }
-    static ALWAYS_INLINE Bits bits(const char* block, int, int four, int part) { return word(block, four, part); }
-    static ALWAYS_INLINE v16 weight(Bits bits, int i, const Scale& own) { return signed_bytes(bits, i) * own.factor; }
+    static constexpr int MAX_LEVEL = 255, CENTER = 128;
+    template <typename W = w16> static ALWAYS_INLINE Scale<W> scale(const char* block, int, int place) {
+        return {half<W>(block, 0, place), typename Like<W>::Number{}};
+    }
+    template <typename W = w16> static ALWAYS_INLINE W bits(const char* block, int, int four, int place) {
+        return word<W>(block, four, place);
+    }
+    template <typename W> static ALWAYS_INLINE W levels(W bits) { return bits ^ 0x80808080u; }
+    static ALWAYS_INLINE v16 weight(w16 bits, int i, const Scale<w16>& own) { return signed_bytes(bits, i) * own.factor; }
+};
+
+struct Nibbles {
+    static constexpr int MAX_LEVEL = 15;
+    template <typename W> static ALWAYS_INLINE W levels(W bits) { return bits & 0x0f0f0f0fu; }
+    static ALWAYS_INLINE v16 weight(w16 bits, int i, const Scale<w16>& own) { return nibbles<0>(bits, 8 * i) * own.factor + own.offset; }
 };
 
 // 4-bit levels: the first half of a block in the low bits, the second in the high bits.
-template <int H> struct Halved : Blocks<32, 32, 4, H> {
-    static ALWAYS_INLINE w16 bits(const char* block, int, int four, int part) {
-        return Halved::word(block, four & 3, part) >> (four & 4);
+template <int H> struct Halved : Blocks<32, 32, 4, H>, Nibbles {
+    using Nibbles::levels, Nibbles::weight;
+    template <typename W = w16> static ALWAYS_INLINE W bits(const char* block, int, int four, int place) {
+        return Halved::template word<W>(block, four & 3, place) >> (four & 4);
     }
 };
 
 struct Q4_0Blocks : Halved<1> {
-    typedef w16 Bits;
-    static ALWAYS_INLINE Scale scale(const char* block, int, int part) { return {half(block, 0, part), v16{}}; }
-    static ALWAYS_INLINE v16 weight(Bits bits, int i, const Scale& own) { return nibbles<8>(bits, 8 * i) * own.factor; }
+    static constexpr int CENTER = 8;
+    template <typename W = w16> static ALWAYS_INLINE Scale<W> scale(const char* block, int, int place) {
+        return {half<W>(block, 0, place), typename Like<W>::Number{}};
+    }
+    static ALWAYS_INLINE v16 weight(w16 bits, int i, const Scale<w16>& own) { return nibbles<CENTER>(bits, 8 * i) * own.factor; }
 };
 
-struct Nibbles {
-    typedef w16 Bits;
-    static ALWAYS_INLINE v16 weight(Bits bits, int i, const Scale& own) { return nibbles<0>(bits, 8 * i) * own.factor + own.offset; }
-};
-
-struct Q4_1Blocks : Halved<2>, Nibbles {
-    static ALWAYS_INLINE Scale scale(const char* block, int, int part) { return {half(block, 0, part), half(block, 1, part)}; }
+struct Q4_1Blocks : Halved<2> {
+    static constexpr bool HAS_OFFSET = true;
+    static constexpr int CENTER = 0;
+    template <typename W = w16> static ALWAYS_INLINE Scale<W> scale(const char* block, int, int place) {
+        return {half<W>(block, 0, place), half<W>(block, 1, place)};
+    }
 };
 
 // Q4_K and Q5_K: for every 32 inputs a 6-bit scale and a 6-bit offset, packed in three words, times one factor each.
 template <int W> struct Packed6 : Blocks<256, 32, W, 2> {
     typedef Blocks<256, 32, W, 2> Base;
-    static constexpr int FEW = 2;
-    static ALWAYS_INLINE Scale scale(const char* block, int unit, int part) {
+    static constexpr bool HAS_OFFSET = true;
+    static constexpr int FEW = 2, CENTER = 0;
+    template <typename T = w16> static ALWAYS_INLINE Scale<T> scale(const char* block, int unit, int place) {
+        typedef typename Like<T>::Whole Whole;
         const int shift = 8 * (unit & 3);
-        const w16 low = Base::word(block, 0, part) >> shift, high = Base::word(block, 1, part) >> shift;
-        w16 factor, offset;
+        const T low = Base::template word<T>(block, 0, place) >> shift, high = Base::template word<T>(block, 1, place) >> shift;
+        T factor, offset;
         if (unit < 4) {
-            factor = low & 63, offset = high & 63;
+            factor = low & 63u, offset = high & 63u;
         } else {
-            const w16 both = Base::word(block, 2, part) >> shift;
-            factor = (both & 15) | (low & 0xc0) >> 2;
-            offset = (both >> 4 & 15) | (high & 0xc0) >> 2;
+            const T both = Base::template word<T>(block, 2, place) >> shift;
+            factor = (both & 15u) | (low & 0xc0u) >> 2;
+            offset = (both >> 4 & 15u) | (high & 0xc0u) >> 2;
         }
-        return {numbers_of((i16)factor) * Base::half(block, 0, part),
-                numbers_of((i16)offset) * -Base::half(block, 1, part)};
+        return {numbers_of((Whole)factor) * Base::template half<T>(block, 0, place),
+                numbers_of((Whole)offset) * -Base::template half<T>(block, 1, place)};
     }
 };
 
 struct Q4_KBlocks : Packed6<35>, Nibbles {
-    static ALWAYS_INLINE Bits bits(const char* block, int unit, int four, int part) {
-        return word(block, 3 + 8 * (unit / 2) + four, part) >> (4 * (unit & 1));
+    using Nibbles::levels, Nibbles::weight;
+    template <typename W = w16> static ALWAYS_INLINE W bits(const char* block, int unit, int four, int place) {
+        return word<W>(block, 3 + 8 * (unit / 2) + four, place) >> (4 * (unit & 1));
     }
 };
 
 struct Q5_KBlocks : Packed6<43> {
-    struct Bits {
-        w16 low, high;
-    };
-    static ALWAYS_INLINE Bits bits(const char* block, int unit, int four, int part) {
-        const w16 low = word(block, 11 + 8 * (unit / 2) + four, part) >> (4 * (unit & 1));
-        return {low & 0x0f0f0f0fu, (word(block, 3 + four, part) >> unit & 0x01010101u) << 4};
-    }
-    static ALWAYS_INLINE v16 weight(const Bits& bits, int i, const Scale& own) {
-        return numbers_of((i16)((bits.low | bits.high) >> (8 * i) & 255)) * own.factor + own.offset;
+    static constexpr int MAX_LEVEL = 31;
+    template <typename W = w16> static ALWAYS_INLINE W bits(const char* block, int unit, int four, int place) {
+        const W low = word<W>(block, 11 + 8 * (unit / 2) + four, place) >> (4 * (unit & 1));
+        return (low & 0x0f0f0f0fu) | (word<W>(block, 3 + four, place) >> unit & 0x01010101u) << 4;
     }
 };
 
 struct Q6_KBlocks : Blocks<256, 16, 52, 1> {
-    typedef w16 Bits;
-    static ALWAYS_INLINE Scale scale(const char* block, int unit, int part) {
-        const v16 factor = half(block, 0, part) * signed_bytes(word(block, 48 + unit / 4, part), unit & 3);
-        return {factor, factor * -32.0f};
+    static constexpr int MAX_LEVEL = 63, CENTER = 32;
+    template <typename W = w16> static ALWAYS_INLINE Scale<W> scale(const char* block, int unit, int place) {
+        const auto factor = half<W>(block, 0, place) * signed_bytes(word<W>(block, 48 + unit / 4, place), unit & 3);
+        return {factor, factor * -static_cast<float>(CENTER)};
     }
-    static ALWAYS_INLINE Bits bits(const char* block, int unit, int four, int part) {
-        const int half = unit / 8, group = unit % 8 / 2, place = unit % 2 * 4 + four;
-        const w16 low = word(block, 16 * half + 8 * (group & 1) + place, part) >> (4 * (group >> 1));
-        const w16 high = word(block, 32 + 8 * half + place, part) >> (2 * group);
+    template <typename W = w16> static ALWAYS_INLINE W bits(const char* block, int unit, int four, int place) {
+        const int half = unit / 8, group = unit % 8 / 2, at = unit % 2 * 4 + four;
+        const W low = word<W>(block, 16 * half + 8 * (group & 1) + at, place) >> (4 * (group >> 1));
+        const W high = word<W>(block, 32 + 8 * half + at, place) >> (2 * group);
         return (low & 0x0f0f0f0fu) | (high & 0x03030303u) << 4;
-    }
-    static ALWAYS_INLINE v16 weight(Bits bits, int i, const Scale& own) {
-        return numbers_of((i16)(bits >> (8 * i) & 255)) * own.factor + own.offset;
     }
 };
 

@@ -14,6 +14,8 @@
 #include <cstring>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 // A compiler may round a product and a sum once (FMA) if both are in one function. It must not leave operators out of line,
@@ -55,6 +57,19 @@ constexpr int REGISTER = 32;
 constexpr int REGISTER = 16;
 #endif
 
+// Numbers in one register.
+constexpr int LANES = REGISTER / 4;
+typedef float Floats __attribute__((vector_size(REGISTER)));
+typedef int32_t Ints __attribute__((vector_size(REGISTER)));
+typedef uint32_t Words __attribute__((vector_size(REGISTER)));
+
+template <typename T> ALWAYS_INLINE T one_register(const void* from) {
+    static_assert(sizeof(T) == REGISTER);
+    T found;
+    memcpy(&found, from, REGISTER);
+    return found;
+}
+
 // --- sixteen numbers -------------------------------------------------------------------------------------------------
 
 #if defined(__AVX512F__) || defined(__clang__)
@@ -84,7 +99,7 @@ ALWAYS_INLINE void store(float* to, v16 value) { memcpy(to, &value, sizeof(value
 template <typename T> struct alignas(64) Sixteen {
     typedef T Part __attribute__((vector_size(REGISTER)));
     typedef T PartAnywhere __attribute__((vector_size(REGISTER), aligned(4)));
-    static constexpr int LANES = REGISTER / 4, COUNT = 16 / LANES;
+    static constexpr int COUNT = 16 / LANES;
     Part part[COUNT];
 
     Sixteen() = default;
@@ -193,6 +208,19 @@ ALWAYS_INLINE w16 words_of(const uint16_t* from) {
 
 ALWAYS_INLINE v16 load(const float* from) { return from_memory<v16>(from); }
 
+// The types of as many numbers as there are words: sixteen, or those of a register.
+template <typename W> struct Like {
+    typedef v16 Number;
+    typedef i16 Whole;
+};
+#if !defined(__AVX512F__)
+template <> struct Like<Words> {
+    typedef Floats Number;
+    typedef Ints Whole;
+};
+ALWAYS_INLINE Floats numbers_of(Ints whole) { return __builtin_convertvector(whole, Floats); }
+#endif
+
 // Forces a value into a register: with 16 registers a compiler may spill sums to memory and reload numbers for each use.
 template <typename T> ALWAYS_INLINE void hold_register(T& value) {
 #if defined(__AVX__) && !defined(__AVX512F__)
@@ -256,6 +284,20 @@ ALWAYS_INLINE float fused(float a, float b, float c) {
 #endif
 }
 
+// a * b + c, rounded once on every processor.
+ALWAYS_INLINE Floats fused_once(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    for (int i = 0; i < LANES; ++i) c[i] = std::fma(a[i], b[i], c[i]);
+    return c;
+#endif
+}
+
 ALWAYS_INLINE float sum_of(v16 lanes) {
     float half[8], sum[4];
     for (int i = 0; i < 8; ++i) half[i] = lanes[i] + lanes[i + 8];
@@ -277,6 +319,25 @@ ALWAYS_INLINE v16 smaller(v16 a, v16 b) {
 #else
     return select(a < b, a, b);
 #endif
+}
+
+ALWAYS_INLINE float largest_of(v16 lanes) {
+    float half[8], most = 0.0f;
+    for (int i = 0; i < 8; ++i) half[i] = lanes[i] > lanes[i + 8] ? lanes[i] : lanes[i + 8];
+    for (int i = 0; i < 8; ++i) most = half[i] > most ? half[i] : most;
+    return most;
+}
+
+// x * factor, rounded once to the nearest whole number, ties to even; of at most 2^22.
+ALWAYS_INLINE i16 nearest_whole(const float* x, float factor) {
+    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, in the low bits
+    i16 found;
+    for (int i = 0; i < 16; i += LANES) {
+        const Floats shifted = fused_once(one_register<Floats>(x + i), factor - Floats{}, magic - Floats{});
+        const Ints whole = (Ints)shifted - 0x4b400000;
+        memcpy(reinterpret_cast<char*>(&found) + 4 * i, &whole, REGISTER);
+    }
+    return found;
 }
 
 // e^x to about one unit in the last place; zero below -87.

@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include "blocks.h"
 #include "tiles.h"
 
 namespace {
@@ -15,7 +16,7 @@ constexpr int MAX_OPS = 1024;
 constexpr int NUM_BUFFERS = 16;
 
 enum Kind : int32_t { EMBED = 0, NORM = 1, LINEAR = 2, ATTEND = 3, COPY = 4 };
-enum RowForm : int32_t { AS_THEY_ARE = 0, ROUNDED = 1, SPLIT = 2 };  // see layout.py
+enum RowForm : int32_t { AS_THEY_ARE = 0, ROUNDED = 1, SPLIT = 2, LEVELS = 3 };  // see layout.py
 
 }  // namespace
 
@@ -27,7 +28,7 @@ struct Op {
     int32_t num_heads, num_kv_heads, head_dim, layer;
     int32_t window;  // 0: none
     int32_t first;  // of NORM and COPY: first column to read
-    int32_t row_form;  // of LINEAR in BFLOAT16: whether rows are rounded to bfloat16, or split into several
+    int32_t row_form;  // of LINEAR: how rows are converted for weights in BFLOAT16 or blocks
     float eps, scale;
     const float* norm;  // (num_in): RMSNorm applied to the source; null: none
     const void* weight;  // packed
@@ -125,7 +126,7 @@ float quantise_row(const float* x, int width, int padded, uint8_t* out) {
 
 struct Rows {  // of a product, in the form that its weight needs
     void* data;
-    size_t stride;
+    size_t stride;  // LEVELS: from one unit to the next
     float* scales;
 };
 
@@ -139,6 +140,14 @@ inline size_t row_bytes(size_t bytes) { return ((bytes + 63) / 64 | 1) * 64; }
 
 // Bytes of a prepared row.
 inline size_t prepared_row(const Op& op) {
+    if (op.row_form == LEVELS) {
+        size_t bytes = 0;
+        with_blocks(op.format, [&](auto kind) {
+            constexpr int UNIT = decltype(kind)::UNIT;
+            bytes = op.num_in / UNIT * sizeof(RowUnit<UNIT>);
+        });
+        return bytes;
+    }
     if (op.row_form) return row_bytes(rounded_inputs(op.num_in) * sizeof(uint16_t));
     return row_bytes(op.format == INT8 ? static_cast<size_t>(padded_inputs(op.num_in)) * ROW_WORDS : op.num_in * sizeof(float));
 }
@@ -150,6 +159,7 @@ inline size_t prepared_bytes(const Op& op, int count) {
 }
 
 inline Rows prepared_at(const Op& op, int count, char* memory) {
+    if (op.row_form == LEVELS) return {memory, static_cast<size_t>(count), nullptr};
     if (op.row_form) return {memory, prepared_row(op) / sizeof(uint16_t), nullptr};
     if (op.format != INT8) return {memory, prepared_row(op) / sizeof(float), nullptr};
     const size_t scales = (static_cast<size_t>(count) * sizeof(float) + 63) / 64 * 64;
@@ -169,6 +179,13 @@ void prepare(const Op& op, const Batch& batch, int first, int last, const Rows& 
         if (op.norm != nullptr) {
             norm_row(row, op.norm, op.num_in, op.eps, normed);
             row = normed;
+        }
+        if (op.row_form == LEVELS) {
+            with_blocks(op.format, [&](auto kind) {
+                typedef decltype(kind) T;
+                round_units<T>(row, op.num_in, rows.stride, static_cast<RowUnit<T::UNIT>*>(rows.data) + r);
+            });
+            continue;
         }
         if (op.row_form) {
             uint16_t* out = static_cast<uint16_t*>(rows.data) + multiplied_rows(op, r) * rows.stride;
@@ -195,16 +212,18 @@ Rows rows_for(const Op& op, const Batch& batch, char* shared) {
 
 thread_local Scratch sums_of_rows;
 
-// Bytes of a tile of weights for narrow rows.
-inline size_t narrow_tile_bytes(const Op& op) {
-    return op.row_form ? tile_bytes<BFloat16>(op.num_in) : static_cast<size_t>(padded_inputs(op.num_in)) * TILE;
-}
-
 // One tile of a product with bias: (count, 64) at `out`, which has room for `multiplied_rows`.
 void product(const Op& op, const Rows& rows, int count, int tile, v16 (*out)[PARTS]) {
-    const char* w = static_cast<const char*>(op.weight) + tile * narrow_tile_bytes(op);
-    if (op.row_form) {
+    const auto tile_of = [&](size_t bytes) { return static_cast<const char*>(op.weight) + tile * bytes; };
+    if (op.row_form == LEVELS) {
+        with_blocks(op.format, [&](auto kind) {
+            typedef decltype(kind) T;
+            unit_sums<T>(static_cast<const RowUnit<T::UNIT>*>(rows.data), static_cast<int>(rows.stride),
+                         tile_of(tile_bytes<T>(op.num_in)), op.num_in, count, reinterpret_cast<float*>(out));
+        });
+    } else if (op.row_form) {
         const int multiplied = multiplied_rows(op, count);
+        const char* w = tile_of(tile_bytes<BFloat16>(op.num_in));
         rounded_product(static_cast<const uint16_t*>(rows.data), rows.stride, w, op.num_in, multiplied, out);
         for (int r = 0; multiplied > count && r < count; ++r)
             for (int c = 0; c < PARTS; ++c) out[r][c] = out[3 * r][c] + (out[3 * r + 1][c] + out[3 * r + 2][c]);
@@ -212,8 +231,9 @@ void product(const Op& op, const Rows& rows, int count, int tile, v16 (*out)[PAR
         float_tile(op.format, op.weight, tile, op.num_in, static_cast<const float*>(rows.data), rows.stride, count, out);
     } else {
         i16(*sums)[PARTS] = reinterpret_cast<i16(*)[PARTS]>(out);
-        byte_sums(static_cast<const uint8_t*>(rows.data), rows.stride, reinterpret_cast<const int8_t*>(w),
-                  padded_inputs(op.num_in), count, sums);
+        const int num_in = padded_inputs(op.num_in);
+        byte_sums(static_cast<const uint8_t*>(rows.data), rows.stride,
+                  reinterpret_cast<const int8_t*>(tile_of(static_cast<size_t>(num_in) * TILE)), num_in, count, sums);
         for (int c = 0; c < PARTS; ++c) {
             const int at = tile * TILE + 16 * c;
             const i16 offset = from_memory<i16>(op.sums + at);

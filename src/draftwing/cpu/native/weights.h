@@ -182,14 +182,14 @@ __attribute__((always_inline)) inline void block_unit(const float* x, size_t str
                                                       const char* ahead, v16 (*acc)[P]) {
     constexpr int FOURS = T::UNIT / 4;
     constexpr int STEP = T::BYTES / (T::UNITS * FOURS * (PARTS / P));  // bytes to prefetch per four inputs
-    Scale scale[P];
+    Scale<w16> scale[P];
     for (int c = 0; c < P; ++c) scale[c] = T::scale(w, unit, part + c);
 #pragma GCC unroll 2
     for (int half = 0; half < FOURS; half += 4) {
         for (int i = 0; i < 4; ++i, ahead += STEP) {
             const int four = half | i;
             fetch<STEP>(ahead);
-            typename T::Bits bits[P];
+            w16 bits[P];
             for (int c = 0; c < P; ++c) bits[c] = T::bits(w, unit, four, part + c);
 #pragma GCC unroll 4
             for (int j = 0; j < 4; ++j) {
@@ -242,7 +242,7 @@ template <typename T> void widen(const char* w, int from, int count, float* out)
             const char* block = w + static_cast<size_t>(k / T::INPUTS) * T::BYTES;
             const int unit = k % T::INPUTS / T::UNIT;
             for (int part = 0; part < PARTS; ++part) {
-                const Scale scale = T::scale(block, unit, part);
+                const Scale<w16> scale = T::scale(block, unit, part);
                 for (int four = 0; four < T::UNIT / 4; ++four) {
                     const auto bits = T::bits(block, unit, four, part);
 #pragma GCC unroll 4
@@ -463,7 +463,7 @@ void output_row(int32_t format, const void* weight, int64_t output, int num_in, 
             for (int k = 0; k < num_in; k += T::UNIT) {
                 const char* block = w + static_cast<size_t>(k / T::INPUTS) * T::BYTES;
                 const int unit = k % T::INPUTS / T::UNIT;
-                const Scale scale = T::scale(block, unit, part);
+                const Scale<w16> scale = T::scale(block, unit, part);
                 for (int i = 0; i < T::UNIT; ++i)
                     row[k + i] = T::weight(T::bits(block, unit, i / 4, part), i % 4, scale)[own];
             }
