@@ -444,6 +444,12 @@ class Decoder:
             self._remove_drafter(error)
 
     # --- a step ----------------------------------------------------------------------------------------------------
+    def measure(self) -> None:
+        """Let the planner measure costs for a moment, if it has to."""
+        if self._planner is not None:
+            with self._turn:
+                self._planner.measure()
+
 
     def step(self) -> Step:
         """Advance every running request by at least one token; finished ones leave the batch.
