@@ -86,6 +86,8 @@ def serve(model: Model, drafting: Drafting, server: Server, draft: str | None = 
         api_keys=keys,
         hosts=(*_LOCAL_HOSTS, *(server.allowed_host or ())) if is_local or server.allowed_host else (),
     )
+    if kv_memory is not None:
+        model.check_kv_memory(kv_memory, drafting)
     lm = model.load(draft, drafting)
     lm.on_costs = partial(screen.line, style="dim")
     app = make_app(lm, settings)
