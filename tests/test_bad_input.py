@@ -519,8 +519,12 @@ def test_options_of_generate(lm):
 
 def test_memory_that_no_machine_has(lm):
     for kv_memory in (2**62, 2**63, 10**400):
-        with refused(ConfigError, "kv_memory=", "cannot be allocated", "give less"):
+        with refused(ConfigError, "kv_memory=", "more than the", "it needs at least", "GiB"):
             lm.engine(kv_memory=kv_memory)
+    with refused(
+        ConfigError, "kv_memory=100,000 bytes is too small", "it needs at least", "blocks of 64 tokens", "GiB"
+    ):
+        lm.engine(kv_memory=100_000)
     for kv_memory in (0, True, 1e9, float("inf")):
         with refused(ConfigError, "kv_memory must be a number of bytes", "found", shown(kv_memory)):
             lm.engine(kv_memory=kv_memory)

@@ -317,7 +317,7 @@ def test_what_cannot_fit_is_refused(target, folder_of):
     for wrong in (0, -1, True, 1.5, "2G"):
         with refused(ConfigError, "kv_memory must be a number of bytes"):
             Decoder(target, kv_memory=wrong)
-    with refused(ConfigError, "kv_memory=1,000 is too small: it needs at least 4 blocks of 64 tokens"):
+    with refused(ConfigError, "kv_memory=1,000 bytes is too small: it needs at least 4 blocks of 64 tokens"):
         Decoder(target, kv_memory=1000, max_batch=2)
     with refused(ConfigError, "optimism must be a number from 0 to 1, found 2"):
         Engine(Decoder(target, kv_memory=1 << 20, max_batch=2), optimism=2)

@@ -489,13 +489,159 @@ def test_a_head_for_another_tokenizer_is_refused(tokenized, tmp_path):
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
-class Own(LogitsProcessor):
+class Counts(LogitsProcessor):
+    """Keeps a state, changes the scores in place, and is called once per token: bans every third one's best token."""
+
+    def __init__(self):
+        self.lengths = []
+
     def __call__(self, input_ids, scores):
+        self.lengths.append(input_ids.shape[1])
+        if len(self.lengths) % 3 == 0:
+            scores[:, scores.argmax(-1)] = -float("inf")
         return scores
 
 
 class TopK(TopKLogitsWarper):
     """A subclass, which may do anything."""
+
+
+def alternate(batch, ids):
+    """Allow other tokens for each row, place and token before."""
+    return [3 + (int(ids[-1]) + shift + batch) % 40 for shift in range(0, 20, 2)] + [EOS]
+
+
+REPLAYED = {
+    "min_new_tokens": {"min_new_tokens": 9},
+    "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": alternate},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
+    "bad_words_ids": {"bad_words_ids": [[3, 4], [9, 4]]},
+    "sequence_bias": {"sequence_bias": {(3, 4): 1.0, (4, 9): 3.0}},
+    "min_length": {"min_length": 24},
+    "forced_bos_token_id": {"forced_bos_token_id": 3},
+    "forced_eos_token_id": {"forced_eos_token_id": 3},
+    "begin_suppress_tokens": {"begin_suppress_tokens": [3, 4, 9, 12]},
+    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (3, 1.4)},
+    "remove_invalid_values": {"remove_invalid_values": True},
+    "order": {"sequence_bias": {(3,): 1.0}, "repetition_penalty": 1.2, "no_repeat_ngram_size": 3},
+}
+ONE_ROW = {
+    "encoder_repetition_penalty": lambda: {"encoder_repetition_penalty": 1.5},
+    "encoder_no_repeat_ngram_size": lambda: {"encoder_no_repeat_ngram_size": 2},
+    "logits processor Counts": lambda: {"logits_processor": LogitsProcessorList([Counts()])},
+    "logits processor TopK ": lambda: {"logits_processor": LogitsProcessorList([TopK(3)])},
+}
+
+
+@pytest.mark.parametrize("draft", ["lookup", "causal-lm"])
+@pytest.mark.parametrize("name", REPLAYED)
+def test_processors_without_a_counterpart_are_called_as_by_generate(model, drafts, name, draft):
+    fast = draftwing.custom_generate(drafts("llama")[draft], budget=FIXED)
+    for given in (ALONE, inputs()):
+        assert_same(model, fast, given, **REPLAYED[name], eos_token_id=[EOS, 17])
+    assert fast.stats.num_drafted > 0 or draft == "lookup"
+
+
+@pytest.mark.parametrize("name", ONE_ROW)
+def test_processors_of_any_kind_are_called_for_a_single_prompt(model, drafts, name):
+    fast = draftwing.custom_generate(drafts("llama")["causal-lm"], budget=FIXED)
+    plain = model.generate(**ALONE, max_new_tokens=NEW, **ONE_ROW[name]())
+    settings = ONE_ROW[name]()
+    ours = model.generate(**ALONE, max_new_tokens=NEW, **settings, custom_generate=fast)
+    assert ours.tolist() == plain.tolist()
+    with pytest.raises(UnsupportedError, match=r"with 3 prompts: .*one prompt per call") as caught:
+        model.generate(**inputs(), max_new_tokens=NEW, **ONE_ROW[name](), custom_generate=fast)
+    assert name.strip() in str(caught.value)
+    other = draftwing.custom_generate("lookup", rule="multi-round")
+    with pytest.raises(UnsupportedError, match="use rule='match'"):
+        model.generate(**ALONE, max_new_tokens=NEW, **ONE_ROW[name](), custom_generate=other)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 7, NEW])
+def test_processors_are_called_once_per_token_and_not_after_the_end(model, drafts, num_tokens):
+    fast, counts, width = draftwing.custom_generate(drafts("llama")["causal-lm"], budget=FIXED), Counts(), 13
+    whole = model.generate(**ALONE, max_new_tokens=NEW, eos_token_id=None, logits_processor=[Counts()])[0].tolist()
+    end = whole[width + num_tokens - 1]
+    ours = model.generate(
+        **ALONE, max_new_tokens=NEW, eos_token_id=end, logits_processor=[counts], custom_generate=fast
+    )[0].tolist()
+    assert ours == whole[: whole.index(end, width) + 1]
+    assert counts.lengths == list(range(width, len(ours)))
+
+
+SAMPLED = {
+    "typical_p": {"typical_p": 0.9},
+    "epsilon_cutoff": {"epsilon_cutoff": 1e-2},
+    "eta_cutoff": {"eta_cutoff": 1e-2},
+    "top_h": {"top_h": 0.4},
+    "top-p before the temperature": {
+        "temperature": 0.5,
+        "logits_processor": LogitsProcessorList([TopPLogitsWarper(0.6)]),
+    },
+    "two temperatures": {"logits_processor": LogitsProcessorList([TemperatureLogitsWarper(0.5)] * 2)},
+}
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_sampled_text_with_such_processors_does_not_depend_on_drafts(model, drafts, name):
+    settings = {**ALONE, "max_new_tokens": NEW, "do_sample": True, "return_dict_in_generate": True}
+    settings |= {"output_scores": True, "output_logits": True, "seed": 5, **SAMPLED[name]}
+    makers = ("none", drafts("llama")["causal-lm"])
+    plain, drafted = (
+        model.generate(**settings, custom_generate=draftwing.custom_generate(draft, budget=FIXED)) for draft in makers
+    )
+    assert plain.sequences.tolist() == drafted.sequences.tolist()
+    for one, other in zip(plain.scores, drafted.scores, strict=True):
+        torch.testing.assert_close(one, other)
+    config = GenerationConfig(**{key: value for key, value in SAMPLED[name].items() if key != "logits_processor"})
+    config.do_sample, config.eos_token_id = True, None
+    theirs = model._get_logits_processor(config, ALONE["input_ids"].shape[1])
+    theirs = LogitsProcessorList([*SAMPLED[name].get("logits_processor", ()), *theirs])
+    ids = ALONE["input_ids"]
+    for place, (raw, scores) in enumerate(zip(drafted.logits, drafted.scores, strict=True)):
+        so_far = drafted.sequences[:, : ids.shape[1] + place]
+        assert bool(torch.isfinite(scores[0, drafted.sequences[0, so_far.shape[1]]]))
+        torch.testing.assert_close(raw.double(), model(so_far).logits[:, -1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}], ids=str)
+def test_logits_scores_and_cache_are_those_of_generate(drafts, family, settings):
+    model = build(family)
+    fast = draftwing.custom_generate(drafts(family)["causal-lm"], budget=FIXED)
+    asked = {**ALONE, "max_new_tokens": NEW, "return_dict_in_generate": True, **settings}
+    asked |= {"output_logits": True, "output_scores": True}
+    plain, ours = model.generate(**asked), model.generate(**asked, custom_generate=fast)
+    assert ours.sequences.tolist() == plain.sequences.tolist()
+    for one, other in ((ours.logits, plain.logits), (ours.scores, plain.scores)):
+        assert len(one) == len(other)
+        for mine, theirs in zip(one, other, strict=True):
+            torch.testing.assert_close(mine, theirs)
+    assert_same_cache(ours.cache, plain.cache)
+    with pytest.raises(UnsupportedError, match="output_scores=True with 3 prompts"):
+        model.generate(**{**asked, **inputs()}, custom_generate=fast)
+
+
+def assert_same_cache(ours, plain):
+    assert ours.get_seq_length() == plain.get_seq_length() > 0
+    for mine, theirs in zip(ours.layers, plain.layers, strict=True):
+        torch.testing.assert_close(mine.keys, theirs.keys)
+        torch.testing.assert_close(mine.values, theirs.values)
+
+
+@pytest.mark.filterwarnings("ignore:.past_key_values")  # renamed in 5.24
+@pytest.mark.parametrize("family", [*FAMILIES, "mistral-window"])
+@pytest.mark.parametrize("given", [ALONE, inputs()], ids=["one", "three"])
+def test_an_empty_cache_is_filled_and_a_filled_one_refused(drafts, family, given):
+    model = build(family)
+    fast = draftwing.custom_generate("lookup", budget=FIXED)
+    theirs, mine = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    plain = model.generate(**given, max_new_tokens=NEW, past_key_values=theirs)
+    ours = model.generate(**given, max_new_tokens=NEW, past_key_values=mine, custom_generate=fast)
+    assert ours.tolist() == plain.tolist()
+    assert_same_cache(mine, theirs)
+    with pytest.raises(UnsupportedError, match="does not read others: pass an empty one"):
+        model.generate(**given, max_new_tokens=NEW, past_key_values=mine, custom_generate=fast)
 
 
 REFUSED = {
@@ -504,42 +650,11 @@ REFUSED = {
     "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 3},
     "cache_implementation": {"cache_implementation": "static"},
     "prefill_chunk_size": {"prefill_chunk_size": 4},
-    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
-    "bad_words_ids": {"bad_words_ids": [[3, 4]]},
-    "sequence_bias": {"sequence_bias": {(3, 4): 1.0}},
-    "min_new_tokens": {"min_new_tokens": 4},
-    "min_length": {"min_length": 40},
-    "forced_bos_token_id": {"forced_bos_token_id": 3},
-    "forced_eos_token_id": {"forced_eos_token_id": 3},
-    "begin_suppress_tokens": {"begin_suppress_tokens": [3]},
-    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (3, 1.1)},
-    "remove_invalid_values": {"remove_invalid_values": True},
     "guidance_scale": {"guidance_scale": 1.5},
-    "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": lambda batch, ids: [3, 4]},
-    "encoder_repetition_penalty": {"encoder_repetition_penalty": 1.2},
-    "typical_p": {"do_sample": True, "typical_p": 0.9},
-    "epsilon_cutoff": {"do_sample": True, "epsilon_cutoff": 1e-3},
-    "eta_cutoff": {"do_sample": True, "eta_cutoff": 1e-3},
-    "top_h": {"do_sample": True, "top_h": 0.4},
-    "the logits processor Own": {"logits_processor": LogitsProcessorList([Own()])},
-    "the logits processor TopK ": {"logits_processor": LogitsProcessorList([TopK(3)])},
-    "TemperatureLogitsWarper at a place": {
-        "do_sample": True,
-        "temperature": 0.5,
-        "logits_processor": LogitsProcessorList([TopPLogitsWarper(0.9)]),
-    },
-    "TemperatureLogitsWarper at": {
-        "do_sample": True,
-        "logits_processor": LogitsProcessorList([TemperatureLogitsWarper(0.9), TemperatureLogitsWarper(0.9)]),
-    },
-    "RepetitionPenaltyLogitsProcessor at a place": {"sequence_bias": {(3,): 1.0}, "repetition_penalty": 1.2},
     "assistant_model": {"assistant_model": build("llama")},
     "synced_gpus": {"synced_gpus": True},
-    "return_dict_in_generate": {"return_dict_in_generate": True},
-    "output_scores": {"return_dict_in_generate": True, "output_scores": True},
-    "output_logits": {"return_dict_in_generate": True, "output_logits": True},
+    "output_attentions": {"return_dict_in_generate": True, "output_attentions": True},
     "output_hidden_states": {"return_dict_in_generate": True, "output_hidden_states": True},
-    "cache": {"past_key_values": DynamicCache()},  # since 5.24 transformers calls it so
     "inputs_embeds": {"inputs_embeds": torch.zeros(1, len(PROMPTS[0]), SMALL["hidden_size"]).double()},
     "position_ids": {"position_ids": torch.arange(len(PROMPTS[0]))[None] + 1},
 }
@@ -621,4 +736,4 @@ def test_every_refused_setting_exists():
     known = {*vars(GenerationConfig()), *inspect.signature(GenerationMixin.generate).parameters}
     assert not set(hf.SETTINGS) - known
     named = {value.split(" ")[0] for value in hf.SETTING_OF.values()}
-    assert not named - known - {"prompt_ignore_length"}
+    assert not named - known

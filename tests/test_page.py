@@ -65,7 +65,9 @@ def chat(folder_of, tmp_path_factory):
         patch.setattr(
             measure, "CONFIG", dataclasses.replace(measure.CONFIG, rounds=2)
         )  # costs of a tiny model: any will do
-        with served(dw.load(folder, draft="lookup", device="cpu"), api_keys=(KEY,)) as address:
+        lm = dw.load(folder, draft="lookup", device="cpu")
+        lm.costs()
+        with served(lm, api_keys=(KEY,)) as address:
             yield address
 
 

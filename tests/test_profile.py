@@ -8,6 +8,7 @@ import math
 import random
 import time
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +20,8 @@ from draftwing.budget import measure as profile
 from draftwing.budget.config import CONFIG
 from draftwing.budget.costs import Costs, Curve
 from draftwing.decode import Decoder
-from draftwing.errors import ConfigError
+from draftwing.engine import Engine
+from draftwing.errors import ConfigError, DraftwingWarning
 from draftwing.lab.forecast import draft_ratio
 from draftwing.methods.base import Budget, Drafter, NoDrafter
 from draftwing.methods.causal_lm import CausalLMDrafter
@@ -42,8 +44,11 @@ def loop_of(target):
     return lambda drafter, budget: Decoder(target, drafter, budget=budget)
 
 
-def measure(target, maker, **named) -> Costs:
-    return profile.measure(target, maker, loop_of(target), **named)
+def measure(target, maker, rounds=2, **named) -> Costs:
+    """All that is measured in so many rounds, however long they take."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(profile, "CONFIG", replace(CONFIG, rounds=rounds))
+        return profile.measure(target, maker, loop_of(target), math.inf, **named)
 
 
 def costs_of(target, maker, **named) -> Costs:
@@ -93,7 +98,7 @@ class Script:
 
         monkeypatch.setattr(profile, "waited_seconds", waited)
         for module in (decode, profile, targets):
-            monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now))
+            monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now, time=time.time))
         real = target.forward
 
         def forward(ctx, tree, *rest, **named):
@@ -126,7 +131,7 @@ def knots(counts, seconds) -> tuple[tuple[float, float], ...]:
 
 @pytest.mark.parametrize("name", ["none", "lookup", "eagle3", "causal-lm"])
 def test_curves_are_finite_and_rise(name, target, makers):
-    costs = measure(target, makers[name], seconds=0.0)
+    costs = measure(target, makers[name])
     drafts = name in ("eagle3", "causal-lm")
     counts = [[count for count, _ in curve.knots] for curve in (costs.verify, costs.chain, costs.tree)]
     assert counts == [list(CONFIG.nodes), *[list(CONFIG.depths) if drafts else []] * 2]
@@ -147,7 +152,7 @@ def test_measured_curves_are_the_clocks(target, monkeypatch):
         return (0.002 + 0.0005 * budget.depth * (1 + 0.5 * (budget.width > 1))) * (1 + 0.25 * (rows - 1))
 
     script = Script(monkeypatch, target, lambda nodes, rows, context: 0.01 + 0.001 * nodes * rows, draft)
-    costs = measure(target, script.drafter, seconds=0.0)
+    costs = measure(target, script.drafter)
     assert costs.verify.knots == knots(CONFIG.nodes, lambda nodes: 0.01 + 0.001 * nodes)
     assert costs.chain.knots == knots(CONFIG.depths, lambda depth: 0.002 + 0.0005 * depth)
     assert costs.tree.knots == knots(CONFIG.depths, lambda depth: 0.002 + 0.00075 * depth)
@@ -157,12 +162,36 @@ def test_measured_curves_are_the_clocks(target, monkeypatch):
     assert draft_ratio(costs) == pytest.approx(0.0005 / 0.011)
 
 
-def test_a_slow_target_is_measured_in_two_rounds(target, monkeypatch):
-    script = Script(monkeypatch, target, lambda nodes, rows, context: 1.0 + nodes, lambda budget, rows: budget.depth)
-    costs = measure(target, script.drafter)
-    assert costs.verify.knots == knots(CONFIG.nodes, lambda nodes: 1.0 + nodes)
-    assert costs.chain.knots == costs.tree.knots == knots(CONFIG.depths, lambda depth: depth)
-    assert script.forwards.count((1, 64)) == 2
+@pytest.mark.parametrize("step", [1e-4, 4e-3, 0.06, 0.3, 2.0])
+@pytest.mark.parametrize("per_node", [0.0, 0.3, 1.0])
+def test_a_measurement_takes_no_longer_than_it_may(step, per_node, target, monkeypatch):
+    """Steps of any length are only begun if they fit; costs that were not measured are extrapolated or typical."""
+    script = Script(
+        monkeypatch,
+        target,
+        lambda nodes, rows, context: step * (1 + per_node * (nodes * rows - 1)),
+        lambda budget, rows: step / 5 * budget.depth * (1 + 0.1 * budget.width),
+    )
+    measurement = profile.Measurement(target, script.drafter, loop_of(target), step_seconds=step)
+    for _ in range(3):
+        before = script.now
+        measurement.run(0.5)
+        assert script.now - before <= 0.5
+    costs = measurement.costs
+    assert costs.verify(1) == pytest.approx(step)
+    assert costs.verify(64) > 0
+    assert costs.chain(4) > 0
+    assert Costs.from_dict(costs.to_dict()) == costs
+    if step != 0.06:
+        assert measurement.has_costs == (step < 0.1)
+
+
+def test_a_complete_measurement_ends_in_time(target, monkeypatch):
+    script = Script(monkeypatch, target, lambda nodes, rows, context: 0.05)
+    with monkeypatch.context() as patched:
+        patched.setattr(profile, "CONFIG", CONFIG)
+        profile.measure(target, script.drafter, loop_of(target))
+    assert CONFIG.seconds / 2 < script.now <= CONFIG.seconds
 
 
 def test_the_first_round_does_not_count(target, monkeypatch):
@@ -173,7 +202,7 @@ def test_the_first_round_does_not_count(target, monkeypatch):
         seen.add((nodes, rows))
         return 0.02 if not cold else 0.001 * nodes
 
-    costs = measure(target, Script(monkeypatch, target, verify).drafter, seconds=0.0)
+    costs = measure(target, Script(monkeypatch, target, verify).drafter)
     assert costs.verify.knots == knots(CONFIG.nodes, lambda nodes: 0.02)
 
 
@@ -225,7 +254,7 @@ def test_costs_are_those_of_a_quiet_machine(disturbance, target, monkeypatch):
         lambda budget, rows: 0.0002 * budget.depth * rows**0.5 * draft(budget, rows),
         disturbs,
     )
-    costs = measure(target, script.drafter, seconds=100.0)
+    costs = measure(target, script.drafter, rounds=CONFIG.rounds)
     assert costs.verify.knots == knots(CONFIG.nodes, lambda nodes: 0.001 + 0.0001 * nodes)
     assert costs.chain.knots == knots(CONFIG.depths, lambda depth: 0.0002 * depth)
     assert script.forwards.count((1, 3)) == CONFIG.rounds
@@ -238,12 +267,11 @@ def test_costs_are_those_of_a_quiet_machine(disturbance, target, monkeypatch):
         assert costs.per_token == pytest.approx(0, abs=1e-9)
 
 
-def test_a_busy_machine_is_measured_for_longer_and_reported_as_busy(target, monkeypatch):
+def test_a_busy_machine_is_reported_as_busy(target, monkeypatch):
     script = Script(monkeypatch, target, lambda nodes, rows, context: 0.001 * nodes, disturbs=lambda: True)
-    costs = measure(target, script.drafter, seconds=100.0)
+    costs = measure(target, script.drafter)
     assert costs.busy == 1
     assert costs.verify.knots == knots(CONFIG.nodes, lambda nodes: 0.001 * nodes)
-    assert script.forwards.count((1, 3)) == 2 * CONFIG.rounds
     assert Costs.from_dict(costs.to_dict()) == costs
 
 
@@ -251,7 +279,7 @@ def test_a_noisy_clock_gives_rising_curves(target, monkeypatch):
     """Odd sizes are said to take less than the even ones before them: the mean of both stands for both."""
     times = {1: 0.010, 2: 0.012, 3: 0.010, 4: 0.020, 6: 0.018}
     script = Script(monkeypatch, target, lambda nodes, rows, context: times.get(nodes, 0.03))
-    found = measure(target, script.drafter, seconds=0.0).verify.knots
+    found = measure(target, script.drafter).verify.knots
     assert [seconds for _, seconds in found[:5]] == pytest.approx([0.010, 0.011, 0.011, 0.019, 0.019])
 
 
@@ -262,14 +290,14 @@ def test_rows_context_and_nodes_are_told_apart(target, monkeypatch):
         return 0.01 + 0.0002 * nodes * rows + 0.003 * (rows - 1) + 2e-5 * context
 
     with monkeypatch.context() as patched:
-        costs = measure(target, Script(patched, target, verify).drafter, seconds=0.0)
+        costs = measure(target, Script(patched, target, verify).drafter)
     assert costs.per_token == pytest.approx(2e-5)
     assert costs.per_row == pytest.approx(0.003)
     for nodes, rows, context in ((1, 1, 64), (4, 4, 64), (1, 4, 64), (8, 1, 2000), (2, 8, 500), (1, 1, 0)):
         predicted, scripted = costs.verify_seconds(nodes, rows, context), verify(nodes, rows, context * rows)
         assert predicted == pytest.approx(scripted), (nodes, rows, context)
     script = Script(monkeypatch, target, lambda nodes, rows, context: 0.01 + (1 + nodes) * 1e-6 * context)
-    costs = measure(target, script.drafter, seconds=0.0)
+    costs = measure(target, script.drafter)
     for nodes in (1, 4, 16):
         assert costs.token_seconds(nodes) == pytest.approx((1 + nodes) * 1e-6)
     assert costs.verify_seconds(4, 1, 900) == pytest.approx(0.01 + 5e-6 * 900)
@@ -286,7 +314,7 @@ def test_a_draft_that_looks_at_its_text_is_measured_with_as_much_of_it(target, m
             contexts.append((len(ctx.rows), *{row.length for row in ctx.rows}))
             return super().propose(ctx, sampling, budget)
 
-    measure(target, Looks, seconds=0.0)
+    measure(target, Looks)
     assert {rows for rows, _ in contexts} == {1, CONFIG.batches[1][0]}
     assert min(length for _, length in contexts) == min(200, target.max_length // 2)
 
@@ -307,7 +335,7 @@ def test_a_target_without_room_is_refused(folder_of, monkeypatch):
         measure(tiny, NoDrafter)
     least = LeanTarget.from_folder(folder_of("llama", max_position_embeddings=16), torch.float32)
     Script(monkeypatch, least, lambda nodes, rows, context: 0.01)
-    assert [count for count, _ in measure(least, NoDrafter, seconds=0.0).verify.knots] == [1, 2, 3, 4]
+    assert [count for count, _ in measure(least, NoDrafter).verify.knots] == [1, 2, 3, 4]
 
 
 def test_a_target_of_transformers_is_measured(monkeypatch):
@@ -334,11 +362,77 @@ def decoded(target, maker) -> list[list[int]]:
 @pytest.mark.parametrize("name", ["lookup", "eagle3", "causal-lm"])
 def test_measuring_changes_no_text(name, target, makers):
     before, state = decoded(target, makers[name]), torch.get_rng_state()
-    costs = measure(target, makers[name], seconds=0.0)
+    costs = measure(target, makers[name])
     assert costs.verify.knots
     assert torch.equal(torch.get_rng_state(), state)
     assert decoded(target, makers[name]) == before
     assert torch.get_num_threads() == 1
+
+
+# --- measuring while requests are decoded ----------------------------------------------------------------------------
+
+
+def decode_with_meter(target, maker, heard, max_tokens=60) -> Engine:
+    """Decode a request with a planner that has to measure; yields its engine after each step."""
+    planner = profile.planner_for(target, maker, "match", loop_of(target), heard.append)
+    engine = Engine(Decoder(target, maker, planner=planner))
+    engine.submit([4, 9, 9], Sampling(max_tokens=max_tokens, ignore_eos=True))
+    return engine
+
+
+@pytest.mark.parametrize("step", [4e-3, 0.06, 0.3, 2.0])
+def test_no_request_waits_longer_than_half_a_second_for_its_costs(step, target, monkeypatch, tmp_path):
+    monkeypatch.setenv("DRAFTWING_CACHE", str(tmp_path))
+    script = Script(
+        monkeypatch,
+        target,
+        lambda nodes, rows, context: step * (1 + 0.1 * (nodes * rows - 1)),
+        lambda budget, rows: step / 5 * budget.depth,
+    )
+    heard = []
+    engine, waits, decoding, before = decode_with_meter(target, script.drafter, heard), [], 0.0, 0.0
+    assert heard == [profile.MEASURING]
+    for done in engine.steps():
+        decoding += done.timings.total
+        waits.append(script.now - before - done.timings.total)
+        before = script.now
+    assert waits[: CONFIG.warmup_steps] == pytest.approx([0.0] * CONFIG.warmup_steps)  # first tokens come at once
+    assert max(waits) <= 0.5
+    assert sum(waits) <= 0.5 + CONFIG.measured_share * decoding
+    assert len(heard) == 2
+    assert heard[1].startswith("costs measured in 0.")
+    decode_with_meter(target, script.drafter, heard)
+    assert len(heard) == 2 + (step > 0.1)  # what could not be measured is not kept
+
+
+def test_what_was_begun_is_completed_next_to_decoding(target, monkeypatch, tmp_path):
+    monkeypatch.setenv("DRAFTWING_CACHE", str(tmp_path))
+    monkeypatch.setattr(profile, "CONFIG", replace(CONFIG, rounds=2, measured_share=0.5))
+    script = Script(monkeypatch, target, lambda nodes, rows, context: 0.03 + 1e-3 * nodes * rows)
+    heard = []
+    for _ in decode_with_meter(target, script.drafter, heard, max_tokens=200).steps():
+        pass
+    num_forwards = len(script.forwards)
+    costs = costs_of(target, script.drafter)
+    assert costs.verify.knots == knots(CONFIG.nodes, lambda nodes: 0.03 + 1e-3 * nodes)
+    assert len(script.forwards) == num_forwards  # nothing was left to measure
+    assert len(heard) == 2
+
+
+def test_a_drafter_that_fails_while_it_is_measured_ends_no_request(target, monkeypatch, tmp_path):
+    monkeypatch.setenv("DRAFTWING_CACHE", str(tmp_path))
+
+    class Fails(Drafter):
+        def propose(self, ctx, sampling, budget):
+            raise ValueError("broken")
+
+    Script(monkeypatch, target, lambda nodes, rows, context: 0.01)
+    heard = []
+    engine = decode_with_meter(target, Fails, heard, max_tokens=20)
+    with pytest.warns(DraftwingWarning, match="drafting is off"):
+        steps = list(engine.steps())
+    assert sum(len(step.rows[0].token_ids) for step in steps) == 20
+    assert "measuring costs failed (ValueError: broken)" in heard[1]
 
 
 # --- keeping ---------------------------------------------------------------------------------------------------------
@@ -454,7 +548,7 @@ def test_a_known_target_is_measured_at_few_sizes_and_at_the_pace_of_now(target, 
     slow = Script(monkeypatch, target, lambda nodes, rows, slots: 2e-3, draft=lambda budget, rows: 2e-3 * budget.depth)
     curve = Curve(((1, 1e-3), (4, 1e-3), (8, 5e-3), (16, 7e-3)))  # of no machine: its shape is kept
     known = Costs(curve, per_row=3e-4, per_token_of=Curve(((1, 1e-6), (4, 2e-6))), context=60, busy=0.4)
-    costs = measure(target, slow.drafter, seconds=0.0, known=known)
+    costs = measure(target, slow.drafter, known=known)
     assert {nodes for rows, nodes in slow.forwards if rows == 1} >= {1, 4, 16}
     assert not {8, 32, 64} & {nodes for _, nodes in slow.forwards}
     assert costs.verify.knots == knots((1, 4, 8, 16), lambda count: 2 * curve(count))  # the middle of 2, 2 and 2/7

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import threading
 from types import SimpleNamespace
 
@@ -535,6 +536,32 @@ def test_a_server_that_shuts_down_says_so(lm):
     assert (before.status_code, before.json()["status"]) == (200, "ok")
     assert (after.status_code, after.json()["status"]) == (503, "draining")
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+
+
+def test_costs_are_reported_while_they_are_measured_and_after(folder, tmp_path):
+    """A copy of the folder is a model that nobody has measured."""
+    copy, heard = shutil.copytree(folder, tmp_path / "copy"), []
+    fresh = dw.load(copy, "lookup", device="cpu")
+    fresh.on_costs = heard.append
+    app = app_of(fresh)
+
+    async def work(http):
+        async def state():
+            return (await http.get("/health")).json()["costs"], (await http.get("/inspector/costs")).json()
+
+        before = await state()
+        await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 12, "ignore_eos": True})
+        return before, await state()
+
+    (before, inspected_before), (after, inspected_after) = send(app, work)
+    assert heard == [before, after]
+    assert before.startswith("measuring costs")
+    assert inspected_before["why"].startswith("Measuring costs")
+    assert after.startswith("costs measured in ")
+    assert inspected_after["verify"]
+    again = dw.load(copy, "lookup", device="cpu")
+    again.engine()
+    assert again.describe_costs().startswith("costs measured before: ")
 
 
 def test_a_text_that_fails_is_an_error_and_the_others_are_not(folder):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -260,6 +261,16 @@ def test_addresses_that_cannot_be_used_are_refused_before_the_model_is_loaded():
             assert message in " ".join(result.stderr.split()), args
 
 
+@pytest.mark.parametrize("gib", ["100000", "1e-5"])
+def test_memory_that_cannot_work_is_refused_before_the_model_is_loaded(gib, monkeypatch):
+    monkeypatch.setattr("draftwing.cli.options.Model.load", lambda *args: pytest.fail("loaded"))
+    result = CliRunner().invoke(cli, ["serve", "--target", "toy", "--port", str(free_port()), "--kv-memory", gib])
+    assert result.exit_code == 2
+    message = " ".join(result.stderr.split())
+    assert "error: --kv-memory" in message
+    assert re.search(r"it needs at least .* GiB", message)
+
+
 @pytest.mark.parametrize(
     ("args", "hosts"),
     [
@@ -271,7 +282,8 @@ def test_addresses_that_cannot_be_used_are_refused_before_the_model_is_loaded():
 )
 def test_host_names_and_limits_of_the_command_line(monkeypatch, args, hosts):
     made = []
-    monkeypatch.setattr("draftwing.cli.options.Model.load", lambda *args: None)
+    monkeypatch.setattr("draftwing.cli.options.Model.check_kv_memory", lambda *args: None)
+    monkeypatch.setattr("draftwing.cli.options.Model.load", lambda *args: SimpleNamespace())
     monkeypatch.setattr("draftwing.serve.app.make_app", lambda lm, settings: made.append(settings))
     monkeypatch.setattr("draftwing.serve.app.run", lambda app, sockets, patience: [each.close() for each in sockets])
     args = ["serve", "--target", "x", "--port", str(free_port()), "--kv-memory", "0.5", "--max-nodes", "9", *args]

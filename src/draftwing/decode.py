@@ -33,7 +33,7 @@ from draftwing.masks import Masks
 from draftwing.methods.base import BUDGET_ARGUMENT, Budget, Drafter, NoDrafter, check_drafter
 from draftwing.models.context import Context, Row, TargetOutput
 from draftwing.models.lean import LeanContext, LeanTarget
-from draftwing.models.paged import PAGE, PagedCache, PageTable
+from draftwing.models.paged import PAGE, PagedCache, PageTable, pages_of
 from draftwing.models.target import DraftFailed, StepResult, Target
 from draftwing.noise import AcceptArgs
 from draftwing.readout import add_laws, explain, get_logprobs, read_emitted
@@ -46,6 +46,7 @@ from draftwing.torch_utils import inference, joined
 from draftwing.tree import Accepted, DraftTree, Emitted
 
 MAX_ROWS = 256  # with kv_memory, if no number is given
+EXTRA_NODES = 64  # slots for nodes that a drafter wants scored in addition to its tree
 MAX_FAULTS = 3  # in a row, after which a drafter is given up
 _ARGUMENTS = {
     "target": Argument((Target,), "a Target, as from load_target() or LM.target"),
@@ -194,7 +195,7 @@ class Decoder:
             with self.pages.making():
                 self._make(drafter)
             try:
-                self.pages.allocate(kv_memory)
+                self.pages.allocate(kv_memory, least_pages(self.largest_budget))
             except (MemoryError, OverflowError, RuntimeError, TypeError) as error:  # depending on how large it is
                 raise ConfigError(
                     f"kv_memory={shown(kv_memory)} cannot be allocated ({type(error).__name__}): give less"
@@ -442,6 +443,12 @@ class Decoder:
             self.drafter.learn()
         except Exception as error:
             self._remove_drafter(error)
+
+    def measure(self) -> None:
+        """Let the planner measure costs for a moment, if it has to."""
+        if self._planner is not None:
+            with self._turn:
+                self._planner.measure()
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
@@ -736,6 +743,18 @@ def cut_depth(budget: Budget, depth: int) -> Budget:
     if budget.paths is None or depth == 0:
         return replace(budget, depth=depth, paths=None)
     return replace(budget, paths=tuple(path for path in budget.paths if len(path) <= depth))
+
+
+def tree_slots(budgets: Sequence[Budget]) -> int:
+    """Slots after a row's tokens that drafting and verifying by the widest of these budgets may need."""
+    levels = max(budget.depth for budget in budgets) * max(budget.width for budget in budgets)
+    nodes = max(max(budget.nodes or 0, len(budget.paths or ())) for budget in budgets)
+    return 1 + EXTRA_NODES + max(levels, nodes)
+
+
+def least_pages(budget: Budget) -> int:
+    """Return the pages that a prompt of one token and an answer of one need."""
+    return pages_of(tree_slots([budget]) + 2)
 
 
 def loop_of(target: Target) -> Callable[[Drafter, Budget], Decoder]:

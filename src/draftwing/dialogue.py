@@ -123,7 +123,6 @@ class Dialogue:
         self.sampling, self.system, self.draft = sampling, system, draft
         self.turns: list[Message] = []
         self.answers: list[Answer] = []
-        lm.decoder()  # measures costs for the budget now, not in the first answer
         self._lms, self._put = {draft: lm}, put
 
     @property
@@ -149,7 +148,7 @@ class Dialogue:
             lm = self.lm
             new_drafter = load_drafter(draft, lm.target, lm.tokenizer, device=lm.target.device)
             other = LM(lm.target, lm.tokenizer, new_drafter, lm.rule, lm.budget, lossless=lm.lossless)
-            other.decoder()  # measures costs
+            other.on_costs = lm.on_costs
             self._lms[draft] = other
         self.draft = draft
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from draftwing.checks import BATCH_SIZE, MAX_TOKENS, Argument, check_arguments, listed
 from draftwing.constraint import Constraint
-from draftwing.decode import MAX_ROWS, Decoder, Prefill
+from draftwing.decode import MAX_ROWS, Decoder, Prefill, tree_slots
 from draftwing.errors import ConfigError, DraftwingError, PromptError, SlotsError, shown
 from draftwing.limits import AtMost, check_constraint, check_drafts
 from draftwing.methods.base import Budget
@@ -39,7 +39,6 @@ OPTIMISM = 0.5  # share of the remaining tokens that requests are expected not t
 # Tokens of prompts that a step on a CPU reads next to its rows, which wait that long. More tokens are not faster each;
 # fewer cost throughput, since the rows are stepped more often for them.
 PREFILL_PIECE = 128
-EXTRA_NODES = 64  # slots for nodes that a drafter wants scored in addition to its tree
 
 Speculation = Budget | AtMost | str | None  # see ``Engine.submit``
 
@@ -298,12 +297,13 @@ class Engine:
     def _advance(self) -> Step:
         """A step of the decode loop. One that runs out of slots has changed nothing, and is repeated with fewer rows.
 
-        The drafter learns before, when no step is being timed.
+        The drafter learns and the planner measures before, when no step is being timed.
         """
         decoder = self.decoder
         while True:
             if decoder.drafter.learns:
                 decoder.learn()
+            decoder.measure()
             try:
                 return decoder.step()
             except SlotsExhausted as error:
@@ -490,13 +490,6 @@ class Engine:
                     f"{len(decoder.running)} requests run, and {len(decoder.pages.rows)} rows hold slots: {bug}"
                 )
             decoder.pages.check(self._prefill_pages())
-
-
-def tree_slots(budgets: Sequence[Budget]) -> int:
-    """Slots after a row's tokens that drafting and verifying by the widest of these budgets may need."""
-    levels = max(budget.depth for budget in budgets) * max(budget.width for budget in budgets)
-    nodes = max(max(budget.nodes or 0, len(budget.paths or ())) for budget in budgets)
-    return 1 + EXTRA_NODES + max(levels, nodes)
 
 
 def _checked_references(references: Any, vocab_size: int) -> list[list[int]]:

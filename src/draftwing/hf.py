@@ -1,12 +1,14 @@
 """``custom_generate``: Draftwing as the decoding loop of transformers' ``generate``.
 
 ``generate`` prepares prompts, logits processors and stopping criteria as usual. The processors are translated into a
-``Sampling``; a setting without a counterpart is refused by name, since ignoring it would change the text. Rows advance
-at different speeds, but streamers and stopping criteria see them column by column, as in ``generate``.
+``Sampling``; if one has no counterpart, all of them are called as ``generate`` would, once per token and in order. A
+setting that cannot be supported is refused by name, since ignoring it would change the text. Rows advance at different
+speeds, but streamers and stopping criteria see them column by column, as in ``generate``.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import threading
@@ -22,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwing.accept import get_rule
+from draftwing.accept import Rule, children_of, get_rule
 from draftwing.budget.measure import planner_for
 from draftwing.budget.planner import Planner
 from draftwing.checks import Argument, check_arguments
@@ -35,10 +37,11 @@ from draftwing.models.adapter import CACHES, AdapterTarget
 from draftwing.models.resolve import resolve
 from draftwing.models.target import Target
 from draftwing.request import with_seed
-from draftwing.sampling import Sampling
+from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.sampling_options import nth_seed
 from draftwing.stats import Stats
 from draftwing.text.tokenizer import Tokenizer
+from draftwing.tree import PAD, Accepted, DraftTree
 
 Draft = str | Path | Callable[[Target], Drafter]
 
@@ -65,31 +68,23 @@ SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "cache_implementation": (("dynamic",), "Draftwing keeps a dynamic cache for every row: leave it out"),
     "prefill_chunk_size": ((), "prompts are read in one forward: leave it out"),
 }
-# The settings behind processors without a counterpart in ``Sampling``.
+# The settings behind processors that keep a state or look at all rows, so that they only work for a single prompt.
 SETTING_OF = {
     "EncoderNoRepeatNGramLogitsProcessor": "encoder_no_repeat_ngram_size",
     "EncoderRepetitionPenaltyLogitsProcessor": "encoder_repetition_penalty",
-    "EpsilonLogitsWarper": "epsilon_cutoff",
-    "EtaLogitsWarper": "eta_cutoff",
-    "ExponentialDecayLengthPenalty": "exponential_decay_length_penalty",
-    "ForcedBOSTokenLogitsProcessor": "forced_bos_token_id",
-    "ForcedEOSTokenLogitsProcessor": "forced_eos_token_id",
-    "InfNanRemoveLogitsProcessor": "remove_invalid_values",
-    "MinLengthLogitsProcessor": "min_length (or min_new_tokens)",
-    "MinNewTokensLengthLogitsProcessor": "min_new_tokens",
-    "NoBadWordsLogitsProcessor": "bad_words_ids (of more than one token)",
-    "NoRepeatNGramLogitsProcessor": "no_repeat_ngram_size",
-    "PrefixConstrainedLogitsProcessor": "prefix_allowed_tokens_fn",
-    "RepetitionPenaltyLogitsProcessor": "prompt_ignore_length of the repetition penalty",
-    "SequenceBiasLogitsProcessor": "sequence_bias (of more than one token)",
-    "SuppressTokensAtBeginLogitsProcessor": "begin_suppress_tokens",
     "SynthIDTextWatermarkLogitsProcessor": "watermarking_config",
-    "TopHLogitsWarper": "top_h",
-    "TypicalLogitsWarper": "typical_p",
-    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
     "WatermarkLogitsProcessor": "watermarking_config",
 }
-_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+# Processors that treat each row for itself.
+_ROWWISE = {
+    *("EpsilonLogitsWarper", "EtaLogitsWarper", "ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor"),
+    *("ForcedEOSTokenLogitsProcessor", "InfNanRemoveLogitsProcessor", "LogitNormalization", "MinLengthLogitsProcessor"),
+    *("MinNewTokensLengthLogitsProcessor", "MinPLogitsWarper", "NoBadWordsLogitsProcessor"),
+    *("NoRepeatNGramLogitsProcessor", "PrefixConstrainedLogitsProcessor", "RepetitionPenaltyLogitsProcessor"),
+    *("SequenceBiasLogitsProcessor", "SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor"),
+    *("TemperatureLogitsWarper", "TopHLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper"),
+}
+_OUTPUTS = ("output_attentions", "output_hidden_states")
 # Inputs that are checked elsewhere, or that do not affect the text.
 _INPUTS = {
     *("attention_mask", "position_ids", *CACHES),
@@ -119,8 +114,8 @@ def custom_generate(
     for batch 1; the rows of a batch are decoded separately.
 
     ``generate`` does not pass all of its arguments on. ``streamer`` is found nevertheless; ``assistant_model`` and
-    ``synced_gpus`` are refused by name; ``tokenizer`` must be passed here if ``stop_strings`` are used. Draftwing does
-    not return its cache, so ``return_dict_in_generate`` needs ``use_cache=False``.
+    ``synced_gpus`` are refused by name; ``tokenizer`` must be passed here if ``stop_strings`` are used. A cache that is
+    returned, or an empty one that was passed, is filled by one more forward over the whole text.
 
     Args:
         draft: a folder, name or hub id of an EAGLE head (in any layout) or of a smaller causal LM with the same
@@ -197,7 +192,7 @@ class CustomGenerate:
             (B, prompt + new) token ids, or ``GenerateDecoderOnlyOutput`` with ``return_dict_in_generate``.
 
         Raises:
-            UnsupportedError: a setting or an input without a counterpart, by name.
+            UnsupportedError: a setting or an input that is not supported, by name.
             DraftwingError: see ``load_drafter``, ``Sampling`` and ``Decoder``.
 
         Warns:
@@ -209,19 +204,17 @@ class CustomGenerate:
         processors, criteria = prepared.pop("logits_processor", ()), [*prepared.pop("stopping_criteria", ())]
         streamer = _read_arguments(model)
         _check_settings(model, generation_config)
-        if generation_config.return_dict_in_generate and prepared.get("use_cache", True):
-            raise UnsupportedError(
-                f"generate's return_dict_in_generate=True would return the cache, which Draftwing does not: add "
-                f"use_cache=False, or {_WITHOUT}"
-            )
         _check_inputs(prepared)
+        is_dict = bool(generation_config.return_dict_in_generate)
+        cache = _cache_to_fill(prepared, is_returned=is_dict)
         check_arguments(_ARGUMENTS, {"seed": seed})
         if stream_to is not None and not (
             callable(getattr(stream_to, "put", None)) and callable(getattr(stream_to, "end", None))
         ):
             raise ConfigError(f"stream_to must be a streamer with put() and end(), found {shown(stream_to)}")
         prompts = _read_prompts(input_ids, prepared.get("attention_mask"), prepared.get("position_ids"))
-        sampling = _read_sampling(processors, bool(generation_config.do_sample), input_ids.shape[1])
+        names = [name for name in ("output_scores", "output_logits") if is_dict and getattr(generation_config, name)]
+        sampling, replay = self._read_processors(processors, bool(generation_config.do_sample), input_ids, names)
         sampling = with_seed(replace(sampling, seed=self.seed if seed is None else seed))
         if stop_strings is not None:
             tokenizer = self.tokenizer
@@ -246,13 +239,16 @@ class CustomGenerate:
         with setup.turn:
             if drafts and self.budget is None and setup.planner is None:
                 setup.planner = planner_for(target, setup.new_drafter, self.rule, loop_of(target))
+        rule = self.rule if replay is None else replay.rule
         decoder = Decoder(
-            target, drafter, self.rule, self.budget, lossless=self.lossless, planner=setup.planner, turn=setup.turn
+            target, drafter, rule, self.budget, lossless=self.lossless, planner=setup.planner, turn=setup.turn
         )
         engine = Engine(decoder, max_batch=1 if len(prompts) == 1 else None)
         ends = _Ends(criteria, input_ids, min(target.max_length - len(prompt) for prompt in prompts))
         pad = getattr(generation_config, "_pad_token_tensor", None)
         pad = getattr(generation_config, "pad_token_id", None) if pad is None else pad
+        if replay is not None:
+            replay.decoder, replay.end_tokens = decoder, ends.tokens if ends.pads else ()
         if stream_to is not None:
             stream_to.put(input_ids.cpu())
         vocab_size = target.vocab_size
@@ -260,9 +256,60 @@ class CustomGenerate:
         columns, self.stats = _decode(engine, prompts, sampling, ends, int(pad or 0), vocab_size, streamers)
         new = torch.tensor(columns, dtype=input_ids.dtype, device=input_ids.device).T
         sequences = torch.cat([input_ids, new], 1)
-        if not generation_config.return_dict_in_generate:
+        if cache is not None:
+            _fill_cache(model, *cache, sequences, prepared.get("attention_mask"))
+        if not is_dict:
             return sequences
-        return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
+        outputs: dict[str, Any] = {"sequences": sequences}
+        if replay is not None:
+            lists = {"output_scores": ("scores", replay.scores), "output_logits": ("logits", replay.logits)}
+            outputs |= {lists[name][0]: tuple(lists[name][1][: len(columns)]) for name in names}
+        output = GenerateDecoderOnlyOutput(**outputs)
+        if cache is not None:
+            output["cache" if hasattr(output, "cache") else "past_key_values"] = cache[1]  # since 5.24, before that
+        return output
+
+    def _read_processors(
+        self, processors: Iterable[Any], do_sample: bool, input_ids: Tensor, outputs: Sequence[str]
+    ) -> tuple[Sampling, _Replay | None]:
+        """Translate the processors into a ``Sampling``, or call them as they are, also to return ``outputs``."""
+        processors, (rows, width) = list(processors), input_ids.shape
+        try:
+            sampling = _read_sampling(processors, do_sample, width)
+            if not outputs:
+                return sampling, None
+            what = outputs[0]
+        except UnsupportedError as error:
+            what = str(error)
+            if outputs:
+                what = outputs[0]
+        rule, names = get_rule(self.rule, lossless=self.lossless), {type(one).__name__ for one in processors}
+        if not rule.is_match:
+            raise UnsupportedError(
+                f"generate's {what} needs a rule that only looks at the target's own token: use rule='match'"
+            )
+        if "UnbatchedClassifierFreeGuidanceLogitsProcessor" in names:
+            raise UnsupportedError(
+                f"generate's guidance_scale is not supported: it runs the model a second time for every token: leave "
+                f"it out, or {_WITHOUT}"
+            )
+        if rows > 1:
+            if outputs:
+                raise UnsupportedError(
+                    f"generate's {what}=True with {rows} prompts: the logits of rows that have ended are not computed: "
+                    f"give one prompt per call, or {_WITHOUT}"
+                )
+            for processor in processors:
+                kind = type(processor)
+                is_own = kind.__module__ != "transformers.generation.logits_process"
+                if is_own or kind.__name__ not in _ROWWISE:
+                    what = SETTING_OF.get(kind.__name__, f"logits processor {kind.__name__}")
+                    raise UnsupportedError(
+                        f"generate's {what} with {rows} prompts: it may keep a state or look at all rows, which "
+                        f"advance at different speeds: give one prompt per call, or {_WITHOUT}"
+                    )
+        replay = _Replay(rule, processors, input_ids, keeps=bool(outputs))
+        return Sampling(temperature=1.0 if do_sample else 0.0, ignore_eos=True), replay
 
     def _prepare(self, model: Any) -> _Prepared:
         """Return the target and drafters for a model object, created again if the model was moved or changed."""
@@ -349,10 +396,10 @@ def _check_inputs(inputs: Mapping[str, Any]) -> None:
     """Raise UnsupportedError for the first input that Draftwing does not support."""
     for name in CACHES:
         cache = inputs.get(name)
-        if _is_filled(cache) or getattr(cache, "_is_user_defined", False):  # generate itself passes an empty one
+        if _is_filled(cache):
             raise UnsupportedError(
-                f"generate's {name}: Draftwing has its own caches and does not read or fill others: leave it out and "
-                f"pass the whole text as input_ids"
+                f"generate's {name}: Draftwing has its own caches and does not read others: pass an empty one, or "
+                f"leave it out, and pass the whole text as input_ids"
             )
     for name, value in inputs.items():
         if value is not None and name not in _INPUTS:
@@ -374,6 +421,36 @@ def _has_tokens(layer: Any) -> bool:
     state = getattr(layer, "has_previous_state", False)
     has_state = any(state.values()) if isinstance(state, Mapping) else bool(state)
     return has_state or (hasattr(layer, "get_seq_length") and layer.get_seq_length() > 0)
+
+
+def _cache_to_fill(prepared: Mapping[str, Any], *, is_returned: bool) -> tuple[str, Any] | None:
+    """Return the name and the empty cache that ``generate`` would fill for its caller, or None.
+
+    Raises:
+        UnsupportedError: the model makes its own cache, which would be returned.
+    """
+    name = next((name for name in CACHES if prepared.get(name) is not None), None)
+    if name is None:
+        if is_returned and prepared.get("use_cache", True):
+            raise UnsupportedError(
+                f"generate's return_dict_in_generate=True would return a cache that the model makes itself: add "
+                f"use_cache=False, or {_WITHOUT}"
+            )
+        return None
+    is_own = getattr(prepared[name], "_is_user_defined", False)
+    return (name, prepared[name]) if is_returned or is_own else None
+
+
+@torch.inference_mode()
+def _fill_cache(model: Any, name: str, cache: Any, sequences: Tensor, mask: Tensor | None) -> None:
+    """Read the text into a cache as ``generate`` does: all tokens but the last, padding masked."""
+    ids, parameters = sequences[:, :-1], inspect.signature(model.forward).parameters
+    mask = torch.ones_like(ids) if mask is None else torch.nn.functional.pad(mask, (0, 1 + ids.shape[1]), value=1)
+    mask = mask[:, : ids.shape[1]]
+    options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+    if "position_ids" in parameters:
+        options["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    model(input_ids=ids, attention_mask=mask, use_cache=True, **{name: cache}, **options)
 
 
 def _read_prompts(input_ids: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> list[list[int]]:
@@ -403,8 +480,83 @@ def _read_prompts(input_ids: Tensor, mask: Tensor | None, position_ids: Tensor |
     return rows
 
 
+class _Replay:
+    """Calls ``generate``'s logits processors along the accepted path: once per token, in order, as ``generate`` does.
+
+    Args:
+        rule: the match rule that this replaces.
+        processors: all of them.
+        input_ids: (B, T) the prompts with their padding.
+        keeps: keep logits and scores.
+
+    Attributes:
+        rule: the rule that calls them.
+        decoder: the one that uses the rule; set before the first step.
+        end_tokens: after which a row has ended.
+        logits, scores: (1, V) for each token of a single row.
+    """
+
+    def __init__(self, rule: Rule, processors: Sequence[Any], input_ids: Tensor, *, keeps: bool) -> None:
+        self._input_ids, self._keeps = input_ids, keeps
+        self._processors = [[_of_row(one, row) for one in processors] for row in range(input_ids.shape[0])]
+        self.rule = replace(rule, apply=self._apply, early=lambda *_: None)
+        self.decoder: Decoder | None = None
+        self.end_tokens: Sequence[int] = ()
+        self.logits: list[Tensor] = []
+        self.scores: list[Tensor] = []
+
+    def _apply(self, tree: DraftTree, scores: Tensor, sampling: SamplingBatch, starts: Sequence[int]) -> Accepted:
+        assert self.decoder is not None
+        paths, bonuses = [], []
+        trees = zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)
+        for row, (request, (tokens, parents)) in enumerate(zip(self.decoder.running, trees, strict=True)):
+            prompt = self._input_ids[request.id : request.id + 1]
+            written, path, token = list(request.token_ids), [0], None
+            while token not in self.end_tokens:
+                if token is not None:
+                    written.append(token)
+                    node = next((n for n in children_of(parents, path[-1]) if tokens[n] == token), None)
+                    if node is None:
+                        break
+                    path.append(node)
+                ids = torch.cat([prompt, prompt.new_tensor([written])], 1)
+                logits = scores[row : row + 1, path[-1]].to(torch.float32, copy=True)
+                processed = logits  # a processor that writes into them also changes the logits that generate returns
+                for processor in self._processors[request.id]:
+                    processed = processor(ids, processed)
+                if self._keeps:
+                    self.logits.append(logits)
+                    self.scores.append(processed)
+                token = sampling.draw_one(processed[0].to(scores.dtype), row, starts[row] + len(path) - 1)
+            paths.append(path)
+            bonuses.append(token)
+        width = max(map(len, paths))
+        device = scores.device
+        padded = torch.tensor([path + [PAD] * (width - len(path)) for path in paths], device=device)
+        counts = torch.tensor([len(path) - 1 for path in paths], device=device)
+        return Accepted(padded, counts, torch.tensor(bonuses, device=device))
+
+
+def _of_row(processor: Any, row: int) -> Any:
+    """Return a processor for a row alone: with its index for ``prefix_allowed_tokens_fn``, and its padding."""
+    from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
+
+    if row and type(processor) is PrefixConstrainedLogitsProcessor:
+        allowed = processor._prefix_allowed_tokens_fn
+        return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), 1)
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    if isinstance(ignored, Tensor):
+        processor = copy.copy(processor)
+        processor.prompt_ignore_length = ignored[row : row + 1]
+    return processor
+
+
 def _read_sampling(processors: Iterable[Any], do_sample: bool, width: int) -> Sampling:
-    """Translate logits processors into a ``Sampling`` that applies them in the same order."""
+    """Translate logits processors into a ``Sampling`` that applies them in the same order.
+
+    Raises:
+        UnsupportedError: one has no counterpart, or not at its place.
+    """
     fields: dict[str, Any] = {"temperature": 1.0 if do_sample else 0.0}
     banned: list[int] = []
     last = -1
@@ -414,11 +566,7 @@ def _read_sampling(processors: Iterable[Any], do_sample: bool, width: int) -> Sa
             last = max(last, _BIAS)
             continue
         if rank < last or (rank == last and rank != _BANNED):
-            raise UnsupportedError(
-                f"generate would apply {type(processor).__name__} at a place where Draftwing cannot (its order is "
-                f"repetition penalty, biases, banned tokens, temperature, top-k, top-p, min-p, each once): leave out "
-                f"it or what comes before it, or {_WITHOUT}"
-            )
+            raise UnsupportedError(f"order of {type(processor).__name__}")
         banned += found.pop("banned_tokens", ())
         if do_sample or rank < _TEMPERATURE:  # later ones do not change which score is the largest
             fields |= found
@@ -458,8 +606,7 @@ def _sampling_fields(processor: Any, width: int) -> tuple[int | None, dict[str, 
         return _MIN_P, {"min_p": float(processor.min_p)}
     elif name == "LogitNormalization" or (name == "MinLengthLogitsProcessor" and processor.min_length <= width):
         return None, {}
-    what = f"generate's {SETTING_OF[name]}" if name in SETTING_OF else f"the logits processor {kind.__name__}"
-    raise UnsupportedError(f"{what} is not supported by Draftwing's sampling: leave it out, or {_WITHOUT}")
+    raise UnsupportedError(f"logits processor {kind.__name__}")
 
 
 class _Ends:

@@ -12,14 +12,16 @@ import torch
 
 from draftwing.accept import get_rule
 from draftwing.checks import Argument, check_arguments
+from draftwing.decode import least_pages
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError, shown
 from draftwing.lm import LM
 from draftwing.methods.base import BUDGET_ARGUMENT, Budget, Drafter
 from draftwing.methods.registry import drafter_maker
 from draftwing.models.adapter import AdapterTarget
 from draftwing.models.catalogue import default_model, entry_of
-from draftwing.models.config import LEAN_MODEL_TYPES, read_config
+from draftwing.models.config import LEAN_MODEL_TYPES, ModelConfig, read_config
 from draftwing.models.lean import LeanTarget
+from draftwing.models.paged import PAGE, check_memory
 from draftwing.models.resolve import resolve
 from draftwing.models.target import Target
 from draftwing.storage import read_json
@@ -163,6 +165,32 @@ def load_target(
     _check_end_tokens(folder / "config.json", config.get("eos_token_id"), model.vocab_size)
     model.eos_ids = tuple(dict.fromkeys([*model.eos_ids, *_generation_eos(folder, model.vocab_size)]))
     return model
+
+
+def check_kv_memory(
+    kv_memory: int,
+    target: str | Path | None,
+    budget: Budget | None,
+    **model: Unpack[ModelOptions],
+) -> None:
+    """Check the memory of a server before its model is loaded, by the config alone.
+
+    Args:
+        kv_memory: bytes for the KV cache; the draft's is not counted, and is checked later.
+        target, budget, model: as for ``load``.
+
+    Raises:
+        ConfigError: too little for any request, or more than the machine has.
+        CheckpointError: see ``load``.
+    """
+    folder, device = resolve(target, model.get("revision")), _device(model.get("device"))
+    values = read_config(folder)
+    if values.get("model_type") not in LEAN_MODEL_TYPES or model.get("engine") == "transformers":
+        return  # refused for another reason
+    config, dtype = ModelConfig.from_hf(values), _dtype(model.get("dtype", "float32"), values)
+    itemsize = 4 if device.type == "cpu" and dtype.itemsize == 2 else dtype.itemsize
+    page_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize * PAGE
+    check_memory(kv_memory, page_bytes, least_pages(budget or Budget()), device)
 
 
 def load_drafter(

@@ -37,7 +37,14 @@ class PlannerConfig:
     depths: tuple[int, ...] = (1, 2, 4, 8)  # levels of drafts; as many depths have their own acceptance rates
     batches: tuple[tuple[int, int], ...] = ((1, 64), (4, 64), (1, 1024))  # rows and tokens: baseline, batch, long row
     rounds: int = 24  # at most; the first one is a warm-up
-    seconds: float = 4.0  # for all of it, about, after two rounds; twice that on a busy machine
+    seconds: float = 4.0  # for all of it
+    pause_seconds: float = 0.5  # longest time that a request waits for measurements
+    slice_seconds: float = 0.05  # shortest later slice of measurements: a shorter one would mostly refill caches
+    measured_share: float = 0.03  # slices take 3% of the time: two minutes of decoding give 4 s
+    # Without measurements (a step takes longer than a pause): seconds by nodes and of a draft's level, as shares of a
+    # step. Measured for SmolLM2 in int8.
+    default_verify: tuple[tuple[int, float], ...] = ((1, 1.0), (4, 1.25), (16, 1.9), (64, 6.0))
+    default_level: float = 0.2
     max_wait_share: float = 0.03  # share of an undisturbed step that threads wait for processors
     busy_lifetime_s: float = 600.0  # seconds for which costs of a busy machine are kept
 

@@ -28,6 +28,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -44,6 +45,19 @@ from draftwing.tree import Accepted, DraftTree, GrowthRule
 _TREES = [Budget(CONFIG.depths[-1], CONFIG.tree.width, nodes - 1) for nodes in CONFIG.nodes[-3::2]]
 SHAPES = (*map(Budget, CONFIG.depths), *_TREES)
 BASELINE, GROWN = 0, -1  # indices of arms
+
+
+class CostMeter(Protocol):
+    """Measures costs next to decoding (``budget.measure.Meter``)."""
+
+    costs: Costs | None
+    is_done: bool
+
+    def add(self, seconds: float) -> None:
+        """Count seconds of decoding, a share of which may be spent on measuring."""
+
+    def run(self, step_seconds: float) -> bool:
+        """Measure as long as is allowed; ``step_seconds`` is the time of a step without drafts. True: new costs."""
 
 
 class Arm:
@@ -145,16 +159,23 @@ class Planner:
     """Choose the budget of every step. One planner serves all requests and decode loops of a model.
 
     Args:
-        costs: measured for this target and drafter.
+        costs: measured for this target and drafter, or what measures them: steps are the baseline's until then.
         grown: the largest tree; None if trees must not depend on their own nodes: then a fixed shape takes its place.
         shapes: the chains and trees to choose that fixed shape from.
         chains: lengths of the chains that are arms of their own.
     """
 
     def __init__(
-        self, costs: Costs, grown: Budget | None, *, shapes: Sequence[Budget] = SHAPES, chains: Sequence[int] = (1, 2)
+        self,
+        costs: Costs | CostMeter,
+        grown: Budget | None,
+        *,
+        shapes: Sequence[Budget] = SHAPES,
+        chains: Sequence[int] = (1, 2),
     ) -> None:
-        self.costs, self.largest = costs, grown or max(shapes, key=_num_nodes)
+        self._meter = None if isinstance(costs, Costs) or costs.is_done else costs
+        self.costs = costs if isinstance(costs, Costs) else costs.costs
+        self.largest = grown or max(shapes, key=_num_nodes)
         self._grown, self._shapes, self._chains = grown, shapes, chains
         self._acceptance, self._ranks = Acceptance(), Ranks()
         self._bandits: defaultdict[object, Bandit] = defaultdict(lambda: Bandit(2 + len(chains)))
@@ -172,13 +193,14 @@ class Planner:
         self._lock = threading.Lock()
 
     @classmethod
-    def for_drafter(cls, costs: Costs, rule: Rule, drafter: Drafter, *, on_cpu: bool) -> Planner:
+    def for_drafter(cls, costs: Costs | CostMeter, rule: Rule, drafter: Drafter, *, on_cpu: bool) -> Planner:
         """Return the planner for a rule and a drafter."""
         may_grow = rule.children in ("keyed", "top") and on_cpu
         tree = CONFIG.tree
         if not drafter.costs_forwards:
             return cls(costs, tree if may_grow else None, shapes=(Budget(tree.depth),), chains=())
-        if rule.chain_only or costs.width == 1:
+        known = costs if isinstance(costs, Costs) else costs.costs
+        if rule.chain_only or (known is not None and known.width == 1):
             return cls(costs, Budget(tree.depth) if may_grow else None, shapes=SHAPES[: -len(_TREES)])
         return cls(costs, tree if may_grow else None)
 
@@ -202,6 +224,8 @@ class Planner:
                 self._end_request()
                 self._request, self._request_bandit = ctx.rows[0], self._bandit
                 self._bandit.begin_request()
+            if self.costs is None:
+                return Budget(0, children=children)
             if not self._budgets or len(self._unlearned) >= min(
                 CONFIG.learn_every, 1 + self._bandit.steps // CONFIG.learn_every
             ):
@@ -230,8 +254,21 @@ class Planner:
             if not (is_draft and self._was_baseline):
                 self._bandit.add(seconds, tokens)
             self._was_baseline = not is_draft
+            if self._meter is not None:
+                self._meter.add(seconds)
             if nodes > 1:
                 self._unlearned.append((tree.parents, accepted.path, tree.node_probs))
+
+    def measure(self) -> None:
+        """Measure costs for a moment, if they are incomplete and the baseline's speed is known; between two steps."""
+        meter, baseline = self._meter, self._bandit.arms[BASELINE]
+        if meter is None or baseline.plays < CONFIG.warmup_steps:
+            return
+        with self._lock:
+            if meter.run(baseline.seconds / baseline.weight):
+                self.costs, self._budgets = meter.costs, []
+            if meter.is_done:
+                self._meter = None
 
     # --- learned values --------------------------------------------------------------------------------------------
 
@@ -240,6 +277,7 @@ class Planner:
         if self._unlearned:
             self._acceptance.observe(*reached_nodes(self._unlearned, self._ranks))
             self._unlearned = []
+        assert self.costs is not None
         chains = [Budget(min(length, limit)) for length in self._chains]
         if self._grown is None:
             shapes = [shape for shape in self._shapes if _num_nodes(shape) <= limit] or [Budget(min(limit, 3))]
@@ -260,6 +298,7 @@ class Planner:
     def rule(self, rows: int) -> GrowthRule:
         """Return the present value and cost of nodes, for a batch of ``rows``."""
         costs, depth, nodes = self.costs, self.largest.depth, _num_nodes(self.largest)
+        assert costs is not None
         arm = self._bandit.arms[BASELINE]
         baseline_seconds = costs.verify_seconds(1, rows)
         pace = arm.seconds / arm.weight / baseline_seconds if arm.weight else 1.0  # relative to the measured costs
@@ -273,9 +312,10 @@ class Planner:
 
     def _expected_speed(self, shape: Budget, rows: int) -> float:
         """Return tokens per second of each row with a fixed shape, its nodes being the likeliest by rank."""
-        nodes = _num_nodes(shape)
+        costs, nodes = self.costs, _num_nodes(shape)
+        assert costs is not None
         probs = islice(self._ranks.likeliest(shape.depth, shape.width), nodes)
-        seconds = self.costs.draft_seconds(shape.depth, shape.width, rows) + self.costs.verify_seconds(nodes + 1, rows)
+        seconds = costs.draft_seconds(shape.depth, shape.width, rows) + costs.verify_seconds(nodes + 1, rows)
         return (1 + sum(prob for _, prob in probs)) / seconds
 
     # --- requests that are decoded without the drafter -------------------------------------------------------------

@@ -241,6 +241,15 @@ class Model:
 
         return load(**vars(self), draft=draft, **(drafting or Drafting()).for_lm())
 
+    def check_kv_memory(self, kv_memory: int, drafting: Drafting) -> None:
+        """Raise ConfigError if the config alone shows that the memory is too little, or more than there is."""
+        from draftwing.loading import check_kv_memory
+
+        try:
+            check_kv_memory(kv_memory, **vars(self), budget=drafting.budget())
+        except ConfigError as error:
+            raise ConfigError(f"--kv-memory {kv_memory / 2**30:g}: {error}") from error
+
     def load_many(self, compared: Compared, drafting: Drafting | None = None) -> list[LM]:
         """Load the target once; return plain decoding, then an ``LM`` for each draft."""
         from draftwing.lm import LM

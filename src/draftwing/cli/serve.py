@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 
 from draftwing.cli import screen
 from draftwing.cli.options import DRAFT, Drafting, Model, option, with_options
@@ -85,7 +86,11 @@ def serve(model: Model, drafting: Drafting, server: Server, draft: str | None = 
         api_keys=keys,
         hosts=(*_LOCAL_HOSTS, *(server.allowed_host or ())) if is_local or server.allowed_host else (),
     )
-    app = make_app(model.load(draft, drafting), settings)
+    if kv_memory is not None:
+        model.check_kv_memory(kv_memory, drafting)
+    lm = model.load(draft, drafting)
+    lm.on_costs = partial(screen.line, style="dim")
+    app = make_app(lm, settings)
     if not (keys or is_local):
         screen.line("anyone who can reach this machine can use the model: set --api-key to prevent that", "yellow")
     screen.line(f"{settings.names[0]} at http://{server.host}:{server.port}/v1, Ctrl-C ends")

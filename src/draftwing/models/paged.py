@@ -10,9 +10,10 @@ Shape suffixes: L layers, B rows, N nodes, K heads, S slots, D head dimension, P
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftwing.errors import ConfigError, SlotsError
+from draftwing.errors import ConfigError, SlotsError, shown
 from draftwing.models.cache import KEY_BLOCK, KVCache
 from draftwing.torch_utils import clear, put
 
@@ -36,6 +37,32 @@ class SlotsExhausted(SlotsError):
 def pages_of(num_slots: int) -> int:
     """Pages for ``num_slots`` slots."""
     return -(-num_slots // PAGE)
+
+
+def check_memory(num_bytes: int, num_page_bytes: int, num_pages: int, device: torch.device) -> None:
+    """Raise ConfigError if ``num_bytes`` hold fewer than ``num_pages`` pages for rows, or are more than there are."""
+    least = (num_pages + SPARE) * num_page_bytes
+    given = f"kv_memory={num_bytes:,}" if num_bytes < 2**63 else f"kv_memory={shown(num_bytes)}"
+    if num_bytes < least:
+        raise ConfigError(
+            f"{given} bytes is too small: it needs at least {num_pages + SPARE} blocks of {PAGE} tokens "
+            f"({least:,} bytes, {least / 2**30:.3g} GiB)"
+        )
+    most = _device_memory(device)
+    if most is not None and num_bytes > most:
+        raise ConfigError(
+            f"{given} bytes is more than the {most / 2**30:.1f} GiB of memory of {device}: it needs at least "
+            f"{least / 2**30:.3g} GiB, and more holds longer prompts and more requests"
+        )
+
+
+def _device_memory(device: torch.device) -> int | None:
+    """Return the bytes of a device's memory, or None if the system does not report them."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    with suppress(AttributeError, ValueError, OSError):  # Windows
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
 
 
 class PageTable:
@@ -99,18 +126,17 @@ class PageTable:
         """Bytes of one page in all caches together."""
         return sum(cache.num_page_bytes for cache in self.caches)
 
-    def allocate(self, num_bytes: int) -> None:
+    def allocate(self, num_bytes: int, least_pages: int = 2) -> None:
         """Allocate ``num_bytes`` for all caches together, after they have been made.
 
+        Args:
+            least_pages: that the shortest request needs.
+
         Raises:
-            ConfigError: too little for any request.
+            ConfigError: too little for any request, or more than the machine has.
         """
+        check_memory(num_bytes, self.num_page_bytes, least_pages, self.caches[0].data.device)
         self.num_pages = num_bytes // self.num_page_bytes - SPARE
-        if self.num_pages < 2:
-            raise ConfigError(
-                f"kv_memory={num_bytes:,} is too small: it needs at least {SPARE + 2} blocks of {PAGE} tokens "
-                f"({(SPARE + 2) * self.num_page_bytes:,} bytes)"
-            )
         for cache in self.caches:
             cache.allocate(self.num_pages + SPARE)
         self.restart()

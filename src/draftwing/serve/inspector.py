@@ -116,9 +116,8 @@ def install_inspector(app: FastAPI, lm: LM, model: str, defaults: Defaults, *, n
         new = new_drafter(draft) if draft not in ("", "none") else lm.new_drafter
         costs = known_costs(lm.target, new()) or known_costs(lm.target, lm.new_drafter())
         if costs is None:
-            return {
-                "why": "Costs were not measured on this machine yet; a server that starts with tree auto does that."
-            }
+            unmeasured = "Costs were not measured on this machine yet; a server with tree auto measures them."
+            return {"why": lm.describe_costs().capitalize() or unmeasured}
         curves = {"verify": costs.verify, "chain": costs.chain, "tree": costs.tree}
         return {**{name: curve.knots for name, curve in curves.items()}, "context": costs.context}
 

@@ -126,11 +126,13 @@ function App() {
     }
   };
   useEffect(() => void load(), []);
+  const isOver = Boolean(run?.isOver); // costs may have been measured during the run
   useEffect(() => {
     if (!state) return;
-    setCosts(null);
-    getCosts(options.draft).then(setCosts, (failure) => setCosts({ why: failure.message }));
-  }, [state, options.draft]);
+    setCosts((now) => (now?.draft === options.draft ? now : null));
+    const show = (found) => setCosts({ ...found, draft: options.draft });
+    getCosts(options.draft).then(show, (failure) => show({ why: failure.message }));
+  }, [state, options.draft, isOver]);
   const go = (name) => {
     setView(name);
     history.replaceState(null, "", `#${name}`);
