@@ -158,7 +158,12 @@ def lab(folder_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
     """``lab("kernel")``: a target, heads trained for it, and its texts; made on first use, for tests of any file."""
     from test_exact import Lab
 
-    return cache(lambda family: Lab(family, folder_of, tmp_path_factory))
+    def make(family: str) -> Any:
+        like = get("kernel") if family.startswith("kernel-") else None
+        return Lab(family, folder_of, tmp_path_factory, like)
+
+    get = cache(make)
+    return get
 
 
 def float64_norms(model: Any) -> Any:

@@ -61,6 +61,7 @@ from pairwise import cover, groups_of
 
 VOCAB = SMALL["vocab_size"]
 MAX_TOKENS = 24
+UPDATES, LR = 25, 1e-2  # of the nets that are trained here
 # The longest is longer than the window of mistral-window, the shortest leaves nothing to prefill.
 PROMPTS = ((9,), (4, *range(3, 23)), (3, 8, 12, 5, 8, 12))
 KERNEL = {
@@ -197,11 +198,11 @@ def lookahead(*sizes: int) -> Callable[[Lab, str], Drafter]:
 
 
 def mtp(lab: Lab, kind: str) -> Drafter:
-    return EagleDrafter(lab.mtp(1), lab.target)
+    return EagleDrafter(lab.drafting(new_mtp, 1), lab.target)
 
 
 def mtp_chain(lab: Lab, kind: str) -> Drafter:
-    net = lab.mtp(2)
+    net = lab.drafting(new_mtp, 2)
     return ChainDrafter([net.part(0), net.part(1)], lab.target)
 
 
@@ -235,11 +236,12 @@ def sublayers(attention: tuple[int, ...], mlp: tuple[int, ...]) -> Callable[[Lab
 
 
 def kangaroo(lab: Lab, kind: str) -> Drafter:
-    return KangarooDrafter(lab.adapter(), lab.target) if isinstance(lab.target, LeanTarget) else NoDrafter()
+    return KangarooDrafter(lab.drafting(new_adapter), lab.target) if isinstance(lab.target, LeanTarget) else NoDrafter()
 
 
 def block(kind: str, num_draft: int | None = None, **settings) -> Callable[[Lab, str], Drafter]:
-    return lambda lab, _: BlockDrafter(lab.block(kind, num_draft, tuple(settings.items())), lab.target)
+    args = (kind, num_draft, tuple(settings.items()))
+    return lambda lab, _: BlockDrafter(lab.drafting(new_block, *args), lab.target)
 
 
 def anything(stats: Stats) -> bool:
@@ -426,13 +428,44 @@ CLASSIC = {
 }
 
 
+# Of each net: its class, its config, the number of tokens that it drafts or None for all, and its loss.
+
+
+def new_eagle(lab: Lab, version: int, changes: tuple[tuple[str, object], ...]):
+    config = EagleConfig.for_target(version, lab.shape, **dict(changes))
+    num_draft = config.draft_vocab_size if config.has_draft_vocab else None
+    return EagleNet, config, num_draft, partial(UnrolledLoss, num_steps=2)
+
+
+def new_mtp(lab: Lab, num_modules: int):
+    config = MtpConfig.for_target(lab.shape, (lab.target.num_layers,), num_modules=num_modules)
+    return MtpNet, config, None, partial(MtpLoss, num_steps=num_modules)
+
+
+def new_block(lab: Lab, kind: str, num_draft: int | None, settings: tuple[tuple[str, object], ...]):
+    """A net that guesses several tokens in one pass."""
+    method, target = get_method(kind), lab.plain_target
+    ids = None if num_draft is None else torch.arange(num_draft) + 20
+    rows, shape = target.embedding.plain().float(), dict(settings)
+    made = method.new(
+        NewNet(lab.shape, method.taps(target.num_layers), target_id(target), rows, target.head, ids, shape)
+    )
+    return type(made), made.config, num_draft, partial(method.loss, num_steps=made.num_levels)
+
+
+def new_adapter(lab: Lab):
+    """Of Kangaroo, behind two layers."""
+    return KangarooNet, KangarooConfig.for_target(lab.shape, (2,)), None, partial(AlignedLoss, num_steps=1)
+
+
 # --- the laboratory --------------------------------------------------------------------------------------------------
 
 
 class Lab:
     """A target, models that draft for it, and what it says when it decodes plainly: each made once."""
 
-    def __init__(self, family: str, folder_of, tmp_path_factory) -> None:
+    def __init__(self, family: str, folder_of, tmp_path_factory, like: Lab | None) -> None:
+        """``like``: the laboratory of the same model in other numbers; the nets that were trained there serve here."""
         self.is_lean = family != "gpt2"
         ours = family if self.is_lean else "llama"  # only the lean decoder drafts, so gpt2's drafter is a stranger
         self.is_fused, changes = family.startswith("kernel"), {}
@@ -458,57 +491,38 @@ class Lab:
         model.to(stored).save_pretrained(folder)
         self.perturbed = LeanTarget.from_folder(folder, **load)
         self.plain, self.plain_logprobs = cache(self._plain), cache(self.logprobs)
-        self.trained, self.head, self.mtp = cache(self._trained), cache(self._head), cache(self._mtp)
-        self.adapter, self.block = cache(self._adapter), cache(self._block)
-        self._shape = ModelConfig.from_hf(read_config(own))
+        self.trained = cache(self._trained) if like is None else like.trained
+        self.drafting = cache(lambda make, *args: self._decoding(self.trained(make, *args)))
+        self.shape = ModelConfig.from_hf(read_config(own))
 
-    def _trained(self, version: int, changes: tuple[tuple[str, object], ...]) -> EagleNet:
-        """A head that has seen a little of what the target says: some of its drafts are right, and some are not."""
-        config = EagleConfig.for_target(version, self._shape, **dict(changes))
-        ids = torch.arange(40) + 20 if config.has_draft_vocab else None
-        return self._taught(EagleNet, config, ids, partial(UnrolledLoss, num_steps=2))
+    def head(self, version: int, changes: tuple[tuple[str, object], ...]) -> EagleNet:
+        return self.drafting(new_eagle, version, changes)
 
-    def _mtp(self, num_modules: int) -> MtpNet:
-        """So many MTP modules, taught in the same way."""
-        config = MtpConfig.for_target(self._shape, (self.target.num_layers,), num_modules=num_modules)
-        return self._decoding(self._taught(MtpNet, config, None, partial(MtpLoss, num_steps=num_modules)))
+    def learning(self, version: int, changes: tuple[tuple[str, object], ...]) -> tuple[EagleNet, EagleNet]:
+        """The same twice, as nobody else has it: as it drafts, and as it learns."""
+        net = self.trained(new_eagle, version, changes)
+        serving = self._again(net, self.target).requires_grad_(False)
+        return serving.prepack(self.target.quantized) if self.is_fused else serving, self._again(net, self.plain_target)
 
-    def _block(self, kind: str, num_draft: int | None, settings: tuple[tuple[str, object], ...]) -> BlockNet:
-        """A net that guesses several tokens in one pass."""
-        entry, target = get_method(kind), self.plain_target
-        ids = None if num_draft is None else torch.arange(num_draft) + 20
-        rows, said = target.embedding.plain().float(), dict(settings)
-        new = NewNet(self._shape, entry.taps(target.num_layers), target_id(target), rows, target.head, ids, said)
-        made = entry.new(new)
-        loss = partial(entry.loss, num_steps=made.num_levels)
-        return self._decoding(self._taught(type(made), made.config, ids, loss))
-
-    def _taught(self, kind, config, ids: Tensor | None, new_loss):
+    def _trained(self, make, *args):
+        """A net that has seen a little of what the target says: some of its drafts are right, and some are not."""
         torch.manual_seed(2)
         target = self.plain_target  # not prepacked
         embedding, head = target.embedding, target.head
         if self.is_lean:
             head.weight.requires_grad_(False)
+        kind, config, num_draft, new_loss = make(self, *args)
+        ids = None if num_draft is None else torch.arange(num_draft) + 20
         net = kind(config, embedding, head, ids, self.dtype)
         found = self._scored(config.taps)
         truth = Truth.of(found, head, ids, self.dtype)
         loss = new_loss(net, OBJECTIVES["eagle3"])
-        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-        for _ in range(25):
+        optimizer = torch.optim.AdamW(net.parameters(), lr=LR)
+        for _ in range(UPDATES):
             optimizer.zero_grad()
             sum(each.loss / max(each.count, 1) for each in loss(found, truth)).backward()
             optimizer.step()
         return net.requires_grad_(False)
-
-    def _head(self, version: int, changes: tuple[tuple[str, object], ...]) -> EagleNet:
-        """The same, as it drafts."""
-        return self._decoding(self.trained(version, changes))
-
-    def learning(self, version: int, changes: tuple[tuple[str, object], ...]) -> tuple[EagleNet, EagleNet]:
-        """The same twice, as nobody else has it: as it drafts, and as it learns."""
-        net = self.trained(version, changes)
-        serving = self._again(net, self.target).requires_grad_(False)
-        return serving.prepack(self.target.quantized) if self.is_fused else serving, self._again(net, self.plain_target)
 
     def _decoding(self, net):
         return self._again(net, self.target).prepack(self.target.quantized) if self.is_fused else net
@@ -519,16 +533,11 @@ class Lab:
         found.load_state_dict(net.state_dict())
         return found
 
-    def _adapter(self) -> KangarooNet:
-        """An adapter behind two layers that has seen a little of what the target says."""
-        config = KangarooConfig.for_target(self._shape, (2,))
-        return self._decoding(self._taught(KangarooNet, config, None, partial(AlignedLoss, num_steps=1)))
-
     def _scored(self, taps: tuple[int, ...]) -> FeatureBatch:
         """What the target says of its own texts."""
         texts = torch.tensor([[*PROMPTS[row], *self.plain(kind, row)][-24:] for row in range(3) for kind in SAMPLINGS])
         batch = Batch(texts, torch.ones_like(texts, dtype=torch.bool), torch.tensor([24] * len(texts)))
-        spec, width = FeatureSpec((*taps, self.plain_target.num_layers)), self._shape.hidden_size
+        spec, width = FeatureSpec((*taps, self.plain_target.num_layers)), self.shape.hidden_size
         output = self.plain_target.score(texts, spec)
         return FeatureBatch(batch, output.features[..., :-width], output.features[..., -width:], output.logits)
 
