@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -50,6 +51,8 @@ runs_full = False  # tests marked ``full`` can be selected; if not, the largest 
 def pytest_configure(config: pytest.Config) -> None:
     global runs_full
     runs_full = config.option.markexpr != "not full"
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        threading.Thread(target=get_kernel, daemon=True).start()  # compiles it while the workers start
 
 
 def pytest_collection_finish() -> None:

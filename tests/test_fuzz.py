@@ -537,7 +537,7 @@ def pair(world, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("seed", "count"), [(0, 60), pytest.param(1, 500, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("seed", "count"), [(0, 40), pytest.param(1, 500, marks=pytest.mark.full)])
 def test_damaged_files(pair, tmp_path, seed, count):
     rng = random.Random(seed)
     names = sorted(str(file.relative_to(pair)) for file in pair.rglob("*.*") if file.is_file())
