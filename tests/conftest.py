@@ -29,6 +29,8 @@ import pytest
 import tokenizers
 import torch
 import transformers
+import typer
+import typer.testing
 
 from draftwing.budget import measure
 from draftwing.cpu.library import get_kernel
@@ -41,7 +43,9 @@ transformers.logging.disable_progress_bar()
 # In the background of a script interrupts are ignored, and what is started from there ignores them too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Many tests load a new pair: what its steps take need not be known well.
-measure.CONFIG = dataclasses.replace(measure.CONFIG, seconds=0.05)
+measure.CONFIG = dataclasses.replace(
+    measure.CONFIG, nodes=(1, 2, 3, 4, 8, 16, 64), depths=(1, 2, 8), rounds=8, seconds=0.05
+)
 torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it does, and far more on a busy machine
 
 
@@ -103,6 +107,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2Config", {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8}),
 }
 LEAN = [name for name in FAMILIES if name not in ("gpt2", "gemma2")]
+
+
+class CliRunner(typer.testing.CliRunner):
+    """Runs a command line in this process; the commands are built once instead of for every run."""
+
+    command_of = staticmethod(cache(typer.main.get_command))
+
+    def invoke(self, app: typer.Typer, *args: Any, **options: Any) -> Any:
+        return super(typer.testing.CliRunner, self).invoke(self.command_of(app), *args, **options)
 
 
 @contextmanager

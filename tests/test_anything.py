@@ -18,11 +18,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 import conftest
 import draftwing as dw
-from conftest import add_tokenizer
+from conftest import CliRunner, add_tokenizer
 from draftwing.cli import main as cli
 from draftwing.errors import DataError, DraftwingError, PromptError
 from draftwing.text.prompts import as_list, check_prompt, read_prompts, read_record

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import draftwing as dw
-from conftest import CHAT_TEMPLATE, add_tokenizer, refused
+from conftest import CHAT_TEMPLATE, CliRunner, add_tokenizer, refused
 from draftwing.cli.main import app
 from draftwing.errors import CheckpointError, ConfigError, PromptError, UnsupportedError
 from draftwing.lab import bench, bench_results

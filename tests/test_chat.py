@@ -13,10 +13,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from typer.testing import CliRunner
 
 import draftwing as dw
-from conftest import CHAT_TEMPLATE, add_tokenizer, refused
+from conftest import CHAT_TEMPLATE, CliRunner, add_tokenizer, refused
 from draftwing.cli import chat as module
 from draftwing.cli import main as cli
 from draftwing.cli import screen as console

@@ -13,10 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import draftwing as dw
-from conftest import CHAT_TEMPLATE, PROCESS_SECONDS, TEXTS, add_tokenizer
+from conftest import CHAT_TEMPLATE, PROCESS_SECONDS, TEXTS, CliRunner, add_tokenizer
 from draftwing.cli import main as cli
 from draftwing.cli import progress
 from draftwing.cli import screen as console

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import draftwing as dw
 from conftest import TEXTS as SOURCES
-from conftest import add_tokenizer, refused
+from conftest import CliRunner, add_tokenizer, refused
 from draftwing.cli import main as cli
 from draftwing.errors import CheckpointError, ConfigError, DataError, TokenizerError
 from draftwing.methods import suffix_array as module

@@ -6,10 +6,9 @@ import shutil
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import draftwing as dw
-from conftest import refused
+from conftest import CliRunner, refused
 from draftwing.budget.costs import Costs, Curve
 from draftwing.cli.main import app
 from draftwing.errors import CheckpointError, ConfigError

@@ -16,7 +16,6 @@ import torch
 from conftest import build, refused
 from draftwing import decode
 from draftwing.budget import measure as profile
-from draftwing.budget.config import CONFIG
 from draftwing.budget.costs import Costs, Curve
 from draftwing.decode import Decoder
 from draftwing.errors import ConfigError
@@ -32,6 +31,8 @@ from draftwing.models.config import ModelConfig, read_config
 from draftwing.models.lean import LeanTarget
 from draftwing.sampling import Sampling
 from draftwing.storage import cache_folder
+
+CONFIG = profile.CONFIG
 
 VOCAB = 80  # more than the most nodes that are measured
 CHANGES = {"max_position_embeddings": 2400, "vocab_size": VOCAB}

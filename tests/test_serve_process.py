@@ -17,9 +17,8 @@ import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI
-from typer.testing import CliRunner
 
-from conftest import refused
+from conftest import CliRunner, refused
 from draftwing.cli.main import app as cli
 from draftwing.errors import ConfigError
 from draftwing.serve.app import ConnectionLimits, GracefulServer, Settings, bind, make_app
