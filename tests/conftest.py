@@ -29,7 +29,6 @@ import pytest
 import tokenizers
 import torch
 import transformers
-import typer
 import typer.testing
 
 from draftwing.budget import measure
@@ -38,6 +37,7 @@ from draftwing.errors import DraftwingError
 
 IS_SHARED = "DRAFTWING_TEST_CACHE" in os.environ  # it belongs to whoever started this process
 os.environ["DRAFTWING_TEST_CACHE"] = os.environ["DRAFTWING_CACHE"]
+typer.testing._get_command = cache(typer.main.get_command)  # builds the commands once instead of for every run
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 # In the background of a script interrupts are ignored, and what is started from there ignores them too.
@@ -107,15 +107,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2Config", {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8}),
 }
 LEAN = [name for name in FAMILIES if name not in ("gpt2", "gemma2")]
-
-
-class CliRunner(typer.testing.CliRunner):
-    """Runs a command line in this process; the commands are built once instead of for every run."""
-
-    command_of = staticmethod(cache(typer.main.get_command))
-
-    def invoke(self, app: typer.Typer, *args: Any, **options: Any) -> Any:
-        return super(typer.testing.CliRunner, self).invoke(self.command_of(app), *args, **options)
 
 
 @contextmanager

@@ -18,10 +18,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 import conftest
 import draftwing as dw
-from conftest import CliRunner, add_tokenizer
+from conftest import add_tokenizer
 from draftwing.cli import main as cli
 from draftwing.errors import DataError, DraftwingError, PromptError
 from draftwing.text.prompts import as_list, check_prompt, read_prompts, read_record
@@ -83,7 +84,7 @@ def memory_is_bounded():
 def folder(folder_of, tmp_path_factory):
     path = tmp_path_factory.mktemp("anything") / "target"
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    return add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=300), path), chat_template=template)
+    return add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=300, head_dim=32), path), chat_template=template)
 
 
 @pytest.fixture(scope="module")

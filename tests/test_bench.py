@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import draftwing as dw
-from conftest import CHAT_TEMPLATE, CliRunner, add_tokenizer, refused
+from conftest import CHAT_TEMPLATE, add_tokenizer, refused
 from draftwing.cli.main import app
 from draftwing.errors import CheckpointError, ConfigError, PromptError, UnsupportedError
 from draftwing.lab import bench, bench_results
@@ -45,7 +46,7 @@ def write(file, entries):
 @pytest.fixture(scope="module")
 def chat(folder_of, tmp_path_factory):
     """A tiny model with a chat template and sampling settings."""
-    folder = shutil.copytree(folder_of("llama", vocab_size=300), tmp_path_factory.mktemp("bench") / "chat")
+    folder = shutil.copytree(folder_of("llama", vocab_size=300, head_dim=32), tmp_path_factory.mktemp("bench") / "chat")
     add_tokenizer(folder, chat_template=CHAT_TEMPLATE)
     (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6, "top_p": 0.9, "top_k": 0}')
     return folder

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 import draftwing.cli.main as cli
-from conftest import CliRunner, refused
+from conftest import refused
 from draftwing.cli.options import Drafting
 from draftwing.cpu.noise import noise_of
 from draftwing.decode import Decoder

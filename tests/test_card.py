@@ -5,8 +5,9 @@ import shutil
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from conftest import SMALL, CliRunner, refused
+from conftest import SMALL, refused
 from draftwing.cli import main as cli
 from draftwing.errors import CheckpointError
 from draftwing.formats.card import copy_card, read_stored, render_card, write_card, write_stored

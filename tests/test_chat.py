@@ -13,9 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
 import draftwing as dw
-from conftest import CHAT_TEMPLATE, CliRunner, add_tokenizer, refused
+from conftest import CHAT_TEMPLATE, add_tokenizer, refused
 from draftwing.cli import chat as module
 from draftwing.cli import main as cli
 from draftwing.cli import screen as console
@@ -32,7 +33,7 @@ LENGTH = 20
 def bare(folder_of, tmp_path_factory):
     """A model that is not for chats."""
     folder = tmp_path_factory.mktemp("bare") / "target"
-    return add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=300), folder))
+    return add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=300, head_dim=32), folder))
 
 
 @pytest.fixture(scope="module")

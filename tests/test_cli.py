@@ -13,9 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import draftwing as dw
-from conftest import CHAT_TEMPLATE, PROCESS_SECONDS, TEXTS, CliRunner, add_tokenizer
+from conftest import CHAT_TEMPLATE, PROCESS_SECONDS, TEXTS, add_tokenizer
 from draftwing.cli import main as cli
 from draftwing.cli import progress
 from draftwing.cli import screen as console
@@ -30,7 +31,7 @@ PROMPT = TEXTS[0]
 @pytest.fixture(scope="module")
 def target(folder_of, tmp_path_factory):
     folder = tmp_path_factory.mktemp("cli") / "target"
-    return add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=300), folder))
+    return add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=300, head_dim=32), folder))
 
 
 @pytest.fixture(scope="module")
@@ -370,7 +371,8 @@ def test_verify_refuses_rules_that_keep_the_law_alone(target, prompts):
 # --- info and the rest -----------------------------------------------------------------------------------------------
 
 
-def test_info(target):
+def test_info(folder_of, tmp_path):
+    target = add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=300), tmp_path / "target"))  # not packed
     result = run("info", "-t", target, "-d", target, "--bandwidth", "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)

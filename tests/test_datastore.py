@@ -13,10 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import draftwing as dw
 from conftest import TEXTS as SOURCES
-from conftest import CliRunner, add_tokenizer, refused
+from conftest import add_tokenizer, refused
 from draftwing.cli import main as cli
 from draftwing.errors import CheckpointError, ConfigError, DataError, TokenizerError
 from draftwing.methods import suffix_array as module
@@ -40,7 +41,7 @@ ABOUT = {"target": "tiny", "vocab_size": 50, "vocab_hash": "", "num_texts": 3, "
 @pytest.fixture(scope="module")
 def target(folder_of, tmp_path_factory):
     folder = tmp_path_factory.mktemp("datastore") / "target"
-    return add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=300), folder))
+    return add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=300, head_dim=32), folder))
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,9 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from conftest import TEXTS, CliRunner, add_tokenizer, refused
+from conftest import TEXTS, add_tokenizer, refused
 from draftwing.cli import main as cli
 from draftwing.errors import ConfigError, DataError, NumericsError
 from draftwing.formats.identity import target_id

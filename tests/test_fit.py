@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import draftwing as dw
-from conftest import CliRunner, add_tokenizer, build, refused
+from conftest import add_tokenizer, build, refused
 from draftwing.cli import main as cli
 from draftwing.errors import ConfigError, PromptError
 from draftwing.formats.card import line_of

@@ -6,9 +6,10 @@ import shutil
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import draftwing as dw
-from conftest import CliRunner, refused
+from conftest import refused
 from draftwing.budget.costs import Costs, Curve
 from draftwing.cli.main import app
 from draftwing.errors import CheckpointError, ConfigError

@@ -441,7 +441,9 @@ def works_or_refuses(what: str) -> Iterator[None]:
 def world(folder_of, tmp_path_factory):
     path = tmp_path_factory.mktemp("fuzz") / "target"
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    return World(add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=300), path), chat_template=template))
+    return World(
+        add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=300, head_dim=32), path), chat_template=template)
+    )
 
 
 def text_of(world: World) -> list[int]:

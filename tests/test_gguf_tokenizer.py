@@ -10,8 +10,9 @@ import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
+from typer.testing import CliRunner
 
-from conftest import CliRunner, add_tokenizer, refused
+from conftest import add_tokenizer, refused
 from draftwing.cli import main as cli
 from draftwing.errors import DraftwingWarning, TokenizerError
 from draftwing.formats.gguf import open_file

@@ -21,8 +21,9 @@ import typer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from typer.testing import CliRunner
 
-from conftest import CliRunner, Recorder, build, float64_norms
+from conftest import Recorder, build, float64_norms
 from draftwing.decode import Decoder
 from draftwing.methods.base import EAGLE_TREE, Budget
 from draftwing.methods.net_drafter import EagleDrafter

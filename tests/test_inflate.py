@@ -12,9 +12,10 @@ import torch
 import transformers
 import typer
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 import draftwing as dw
-from conftest import CliRunner, add_tokenizer, float64_norms, refused
+from conftest import add_tokenizer, float64_norms, refused
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
 from draftwing.formats.identity import target_id_of_folder
 from draftwing.formats.read import load_head

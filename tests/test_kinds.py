@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import test_own_net  # registers a net of its own
-from conftest import PROCESS_SECONDS, CliRunner, refused
+from conftest import PROCESS_SECONDS, refused
 from draftwing.cli.main import app
 from draftwing.cpu.library import get_kernel
 from draftwing.decode import Decoder

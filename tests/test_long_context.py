@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
-from conftest import CliRunner, add_tokenizer, build
+from conftest import add_tokenizer, build
 from draftwing.budget.costs import Costs, Curve
 from draftwing.lab.forecast import inflection_length
 

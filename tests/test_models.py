@@ -18,8 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from conftest import PROCESS_SECONDS, CliRunner, refused
+from conftest import PROCESS_SECONDS, refused
 from draftwing.cli import main as cli
 from draftwing.errors import CheckpointError
 from draftwing.models import resolve

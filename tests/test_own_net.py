@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
-from conftest import CliRunner, Recorder, refused
+from conftest import Recorder, refused
 from draftwing.cli import main as cli
 from draftwing.cpu.library import get_kernel
 from draftwing.cpu.noise import noise_of

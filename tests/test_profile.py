@@ -8,6 +8,7 @@ import math
 import random
 import time
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from conftest import build, refused
 from draftwing import decode
 from draftwing.budget import measure as profile
+from draftwing.budget.config import CONFIG
 from draftwing.budget.costs import Costs, Curve
 from draftwing.decode import Decoder
 from draftwing.errors import ConfigError
@@ -32,11 +34,15 @@ from draftwing.models.lean import LeanTarget
 from draftwing.sampling import Sampling
 from draftwing.storage import cache_folder
 
-CONFIG = profile.CONFIG
-
 VOCAB = 80  # more than the most nodes that are measured
 CHANGES = {"max_position_embeddings": 2400, "vocab_size": VOCAB}
 PROMPTS = ([4, 9, 9, 4, 9], [3])
+
+
+@pytest.fixture(autouse=True)
+def all_sizes(monkeypatch):
+    """Those that users get; other tests measure fewer (conftest.py)."""
+    monkeypatch.setattr(profile, "CONFIG", replace(CONFIG, seconds=0.05))
 
 
 def loop_of(target):

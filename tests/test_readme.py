@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from conftest import CliRunner
 from draftwing.cli.main import app
 from draftwing.shipped import TOY
 

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 from huggingface_hub import errors as hub
+from typer.testing import CliRunner
 
 import draftwing as dw
-from conftest import CliRunner, add_tokenizer, refused
+from conftest import add_tokenizer, refused
 from draftwing.cli import main as cli
 from draftwing.errors import CheckpointError
 from draftwing.models import catalogue

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from typer.testing import CliRunner
 
-from conftest import CliRunner
 from draftwing.loading import load_target
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))

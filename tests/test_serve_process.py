@@ -17,8 +17,9 @@ import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI
+from typer.testing import CliRunner
 
-from conftest import CliRunner, refused
+from conftest import refused
 from draftwing.cli.main import app as cli
 from draftwing.errors import ConfigError
 from draftwing.serve.app import ConnectionLimits, GracefulServer, Settings, bind, make_app

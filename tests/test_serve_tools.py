@@ -372,7 +372,7 @@ def test_langchain_reads_structured_output(lm, method):
     async def main():
         async with running(app_of(lm)) as http:
             chat = ChatOpenAI(
-                model="tiny", api_key="x", base_url="http://test/v1", http_async_client=http, temperature=1, seed=3,
+                model="tiny", api_key="x", base_url="http://test/v1", http_async_client=http, temperature=1, seed=1,
                 max_tokens=500, max_retries=0,
             )  # fmt: skip
             return await chat.with_structured_output(Report, method=method).ainvoke("How is Rome?")

@@ -6,9 +6,10 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 import draftwing as dw
-from conftest import CliRunner, add_tokenizer, refused
+from conftest import add_tokenizer, refused
 from draftwing.cli import main as cli
 from draftwing.cli.options import Compared, Drafting, Model
 from draftwing.errors import CheckpointError

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import typer
 from rich.console import Console
+from typer.testing import CliRunner
 
 import draftwing as dw
-from conftest import CliRunner, add_tokenizer, refused
+from conftest import add_tokenizer, refused
 from draftwing.errors import PromptError
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))

@@ -7,9 +7,10 @@ from functools import cache
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import draftwing.cli.main as cli
-from conftest import CliRunner, refused
+from conftest import refused
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
 from draftwing.formats.identity import target_id
 from draftwing.loading import load, load_drafter, load_target

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from conftest import CliRunner, add_tokenizer, build, refused
+from conftest import add_tokenizer, build, refused
 from draftwing.cli import main as cli
 from draftwing.cpu.noise import noise_of
 from draftwing.decode import Decoder
