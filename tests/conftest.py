@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -28,6 +29,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
+import typer.testing
 
 from draftwing.budget import measure
 from draftwing.cpu.library import get_kernel
@@ -35,12 +37,15 @@ from draftwing.errors import DraftwingError
 
 IS_SHARED = "DRAFTWING_TEST_CACHE" in os.environ  # it belongs to whoever started this process
 os.environ["DRAFTWING_TEST_CACHE"] = os.environ["DRAFTWING_CACHE"]
+typer.testing._get_command = cache(typer.main.get_command)  # builds the commands once instead of for every run
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 # In the background of a script interrupts are ignored, and what is started from there ignores them too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Many tests load a new pair: what its steps take need not be known well.
-measure.CONFIG = dataclasses.replace(measure.CONFIG, seconds=0.05)
+measure.CONFIG = dataclasses.replace(
+    measure.CONFIG, nodes=(1, 2, 3, 4, 8, 16, 64), depths=(1, 2, 8), rounds=8, seconds=0.05
+)
 torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it does, and far more on a busy machine
 
 
@@ -50,6 +55,8 @@ runs_full = False  # tests marked ``full`` can be selected; if not, the largest 
 def pytest_configure(config: pytest.Config) -> None:
     global runs_full
     runs_full = config.option.markexpr != "not full"
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        threading.Thread(target=get_kernel, daemon=True).start()  # compiles it while the workers start
 
 
 def pytest_collection_finish() -> None:
@@ -158,7 +165,12 @@ def lab(folder_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
     """``lab("kernel")``: a target, heads trained for it, and its texts; made on first use, for tests of any file."""
     from test_exact import Lab
 
-    return cache(lambda family: Lab(family, folder_of, tmp_path_factory))
+    def make(family: str) -> Any:
+        like = get("kernel") if family.startswith("kernel-") else None
+        return Lab(family, folder_of, tmp_path_factory, like)
+
+    get = cache(make)
+    return get
 
 
 def float64_norms(model: Any) -> Any:

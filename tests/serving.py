@@ -21,7 +21,9 @@ TEXTS = ["def add(a, b):", "class Table:\n    def", "for row in rows: print(row)
 
 def chat_folder(folder_of, tmp_path_factory, template=TEMPLATE, **changes):
     """A tiny model with a tokenizer and a chat template."""
-    folder = shutil.copytree(folder_of("llama", vocab_size=300, **changes), tmp_path_factory.mktemp("served") / "model")
+    folder = shutil.copytree(
+        folder_of("llama", vocab_size=300, head_dim=32, **changes), tmp_path_factory.mktemp("served") / "model"
+    )
     return add_tokenizer(folder, chat_template=template)
 
 

@@ -112,8 +112,10 @@ def decode(target, prompts, drafter=None, budget=None, **options):
 # --- trees -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.float64) for name in ATTENTION), ("gpt2", torch.float32), ("gemma2", torch.float32)],
+)
 def test_logits_and_features(name, dtype):
     """Ragged rows with a tree each, then a commit of different paths, then the removal of a row."""
     model = make(name, dtype)
@@ -159,8 +161,7 @@ def test_logits_and_features(name, dtype):
         assert torch.allclose(second.features[row, : len(drafted) + 1], wanted, **close)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma2", "cohere2"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("name", "temperature"), [("gpt2", 1.0), ("gemma2", 0.0), ("cohere2", 1.0), ("cohere2", 0.0)])
 def test_drafts_change_nothing(name, temperature):
     model = make(name)
     target = AdapterTarget(model)

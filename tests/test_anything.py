@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+import conftest
 import draftwing as dw
 from conftest import add_tokenizer
 from draftwing.cli import main as cli
@@ -35,6 +36,12 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
 )
 settings.load_profile("anything")
+
+
+def examples(count: int) -> settings:
+    """So many, and five times as many in ``make test-all``."""
+    return settings(max_examples=5 * count if conftest.runs_full else count)
+
 
 INTS = st.integers(-3, 70) | st.integers() | st.sampled_from([2**31, 2**63, -(2**63), 10**400, -(10**400)])
 FLOATS = st.floats() | st.sampled_from([1e-40, 1e39, 1e300, -0.0, 0.5, 1.0])
@@ -77,7 +84,7 @@ def memory_is_bounded():
 def folder(folder_of, tmp_path_factory):
     path = tmp_path_factory.mktemp("anything") / "target"
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    return add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=300), path), chat_template=template)
+    return add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=300, head_dim=32), path), chat_template=template)
 
 
 @pytest.fixture(scope="module")
@@ -114,14 +121,14 @@ def test_every_field_has_its_usual_values():
     assert set(USUAL) == {field.name for field in fields(dw.Sampling)}
 
 
-@settings(max_examples=300)
+@examples(200)
 @given(st.sampled_from(sorted(USUAL)), VALUES)
 def test_a_field_of_sampling(name, value):
     with works_or_is_refused():
         dw.Sampling(**{name: value}).check_vocabulary(300)
 
 
-@settings(max_examples=60)
+@examples(40)
 @given(st.fixed_dictionaries({}, optional=USUAL), st.sampled_from([[5], [5, 6, 5, 6]]))
 def test_whatever_plain_decoding_takes_drafting_takes(lms, options, prompt):
     """And the text is the same; whatever is refused is refused by all of them alike."""
@@ -140,7 +147,7 @@ def test_whatever_plain_decoding_takes_drafting_takes(lms, options, prompt):
 PATHS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=6)
 
 
-@settings(max_examples=300)
+@examples(200)
 @given(st.dictionaries(st.sampled_from(["depth", "width", "nodes", "paths", "children"]), VALUES | PATHS, max_size=3))
 def test_a_budget(options):
     with works_or_is_refused():
@@ -149,7 +156,7 @@ def test_a_budget(options):
         assert budget.depth * budget.width <= 2**18
 
 
-@settings(max_examples=60)
+@examples(40)
 @given(
     st.fixed_dictionaries(
         {},
@@ -176,7 +183,7 @@ SHAPES = [(), (2,), (0,), (2, 2), (1, 1, 1)]
 TENSORS = st.sampled_from([torch.full(shape, value) for shape in SHAPES for value in (5, 5.0, -1, True)])
 
 
-@settings(max_examples=300)
+@examples(200)
 @given(VALUES | MESSAGES | TENSORS)
 def test_a_prompt(lms, prompt):
     with works_or_is_refused():
@@ -194,7 +201,7 @@ PARTS = TEXTS | VALUES | st.lists(TEXTS, max_size=3) | MESSAGES
 RECORDS = st.dictionaries(st.sampled_from(FORMS), PARTS, max_size=3)
 
 
-@settings(max_examples=300)
+@examples(200)
 @given(RECORDS | VALUES)
 @example({"instruction": [], "input": "0"})
 def test_a_record(record):
@@ -212,7 +219,7 @@ CONTENTS = (
 )
 
 
-@settings(max_examples=200)
+@examples(120)
 @given(CONTENTS, st.sampled_from(["a.txt", "a.jsonl", "a.json"]))
 def test_a_file_of_prompts(tmp_path, content, name):
     (tmp_path / name).write_bytes(content)
@@ -257,20 +264,20 @@ def command(*args, stdin=b""):
         assert lines[0].startswith("error: ")
 
 
-@settings(max_examples=30)
+@examples(20)
 @given(st.lists(st.sampled_from(sorted(OPTIONS)).flatmap(lambda n: st.tuples(st.just(n), OPTIONS[n])), max_size=2))
 def test_options_of_the_command_line(folder, options):
     words = [f"{name}={value}" if name.startswith("--") else f"{name}{value}" for name, value in options]
     command("x x", "-t", str(folder), "-d", "lookup", "-n", "2", *words)
 
 
-@settings(max_examples=30)
+@examples(20)
 @given(st.lists(WORDS, max_size=4))
 def test_words_of_the_command_line(folder, words):
     command("-t", str(folder), "-d", "none", "-n", "1", *words)
 
 
-@settings(max_examples=16)
+@examples(12)
 @given(CONTENTS, st.sampled_from(["stdin", "a.txt", "a.jsonl", "a.json"]))
 def test_prompts_of_the_command_line(folder, tmp_path, content, source):
     stdin, more = (content, []) if source == "stdin" else (b"", ["--prompts", str(tmp_path / source)])
@@ -279,7 +286,7 @@ def test_prompts_of_the_command_line(folder, tmp_path, content, source):
     command("-t", str(folder), "-d", "none", "-n", "1", *more, stdin=stdin)
 
 
-@settings(max_examples=20)
+@examples(14)
 @given(
     VALUES.map(lambda value: json.dumps(value, default=str, skipkeys=True)[:5000])
     | st.sampled_from(DEEP)

@@ -46,7 +46,7 @@ def write(file, entries):
 @pytest.fixture(scope="module")
 def chat(folder_of, tmp_path_factory):
     """A tiny model with a chat template and sampling settings."""
-    folder = shutil.copytree(folder_of("llama", vocab_size=300), tmp_path_factory.mktemp("bench") / "chat")
+    folder = shutil.copytree(folder_of("llama", vocab_size=300, head_dim=32), tmp_path_factory.mktemp("bench") / "chat")
     add_tokenizer(folder, chat_template=CHAT_TEMPLATE)
     (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6, "top_p": 0.9, "top_k": 0}')
     return folder

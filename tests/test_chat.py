@@ -33,7 +33,7 @@ LENGTH = 20
 def bare(folder_of, tmp_path_factory):
     """A model that is not for chats."""
     folder = tmp_path_factory.mktemp("bare") / "target"
-    return add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=300), folder))
+    return add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=300, head_dim=32), folder))
 
 
 @pytest.fixture(scope="module")

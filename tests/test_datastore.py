@@ -41,7 +41,7 @@ ABOUT = {"target": "tiny", "vocab_size": 50, "vocab_hash": "", "num_texts": 3, "
 @pytest.fixture(scope="module")
 def target(folder_of, tmp_path_factory):
     folder = tmp_path_factory.mktemp("datastore") / "target"
-    return add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=300), folder))
+    return add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=300, head_dim=32), folder))
 
 
 @pytest.fixture(scope="module")

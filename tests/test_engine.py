@@ -282,7 +282,10 @@ def requests_in(lm, drafter, target):
 
 @pytest.mark.parametrize("drafter", ["none", "lookup", "itself"])
 def test_an_interrupt_anywhere_loses_nothing_and_says_nothing_twice(drafter, lm):
-    """Every step is interrupted a line later than the one before, until each line has been the last of a step."""
+    """Every step is interrupted a line later than the one before, until each line has been the last of a step.
+
+    A draft model's forwards have many lines: every third.
+    """
     target = lm.target
     make = {
         "none": NoDrafter,
@@ -308,9 +311,9 @@ def test_an_interrupt_anywhere_loses_nothing_and_says_nothing_twice(drafter, lm)
         while any(each.finish_reason is None for each in submitted):
             number = attempts % lines + 1
             interrupted += interrupt_at(number, own.step) == number
-            attempts += 1
+            attempts += 3 if drafter == "itself" else 1
         assert told(submitted) == wanted, attempts
-    assert interrupted > lines // 2
+    assert interrupted > lines // (6 if drafter == "itself" else 2)
 
 
 # --- LM: what it takes and what it gives back ------------------------------------------------------------------------

@@ -87,10 +87,16 @@ def engine_with(target, maker, max_batch=None):
     return decoder, own, [own.submit(*each) for each in zip(PROMPTS, samplings(), strict=True)]
 
 
-@pytest.mark.parametrize("error", [None, DraftwingError("it says so itself"), MemoryError()])
 @pytest.mark.parametrize(
-    "at",
-    [{"propose": (2,)}, {"observe": (3,)}, {"admit": (2,)}, {"remove": (1,)}, {"propose": (1, 3), "observe": (2,)}],
+    ("at", "error"),
+    [
+        ({"propose": (2,)}, None),
+        ({"propose": (2,)}, MemoryError()),
+        ({"observe": (3,)}, DraftwingError("it says so itself")),
+        ({"admit": (2,)}, None),
+        ({"remove": (1,)}, MemoryError()),
+        ({"propose": (1, 3), "observe": (2,)}, None),
+    ],
 )
 def test_a_text_goes_on_without_a_drafter_that_fails(at, error, target, expected):
     for max_batch in (None, 2):

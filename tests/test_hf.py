@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import weakref
+from itertools import product
 
 import pytest
 import torch
@@ -39,7 +40,6 @@ from draftwing.methods.lookup import LookupDrafter
 from draftwing.methods.net import TargetId
 from draftwing.models.adapter import AdapterTarget
 from draftwing.models.config import ModelConfig, read_config
-from pairwise import pairs
 
 VOCAB, EOS, PAD, NEW = SMALL["vocab_size"], SMALL["eos_token_id"], SMALL["pad_token_id"], 14
 PROMPTS = ([4, *range(3, 15)], [9], [3, 8, 12, 5, 8, 12])
@@ -103,9 +103,12 @@ def assert_same(model, fast, given=ALONE, **settings):
 # --- greedy: token for token -----------------------------------------------------------------------------------------
 
 
+GREEDY = list(product(FAMILIES, DTYPES, ("lookup", "causal-lm", "eagle1", "eagle3")))
+
+
 @pytest.mark.parametrize(
     ("family", "dtype", "draft"),
-    pairs({"family": FAMILIES, "dtype": DTYPES, "draft": ("lookup", "causal-lm", "eagle1", "eagle3")}),
+    [pytest.param(*case, marks=() if number % 5 == 0 else pytest.mark.full) for number, case in enumerate(GREEDY)],
     ids=str,
 )
 def test_greedy_is_what_generate_writes(drafts, family, dtype, draft):
@@ -246,8 +249,9 @@ class Recorder(StoppingCriteria):
         return torch.isin(input_ids[:, -1], self.tokens)
 
 
-@pytest.mark.parametrize("eos", [None, EOS, 40])
-@pytest.mark.parametrize("given", [ALONE, inputs()], ids=["one", "three"])
+@pytest.mark.parametrize(
+    ("given", "eos"), [(inputs(), None), (ALONE, EOS), (inputs(), EOS), (inputs(), 40)], ids=["no", "one", "eos", "40"]
+)
 def test_criteria_are_shown_what_plain_decoding_shows(model, drafts, given, eos):
     settings = {"max_new_tokens": NEW, "eos_token_id": eos, "pad_token_id": PAD}
     for tokens in (ends_of(model), ends_of(model)[:1]):

@@ -91,8 +91,9 @@ def hf_logits(folder):
     return float64_norms(model)(IDS).logits
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("llama", LLAMAS)
+@pytest.mark.parametrize(
+    ("llama", "shape"), [*(("untied", shape) for shape in SHAPES), ("tied", "larger"), ("bias", "smaller groups")]
+)
 def test_the_same_logits_and_text(folder_of, tmp_path, llama, shape):
     family, changes = LLAMAS[llama]
     small, large = folder_of(family, **changes), tmp_path / "target"
@@ -122,7 +123,7 @@ def test_the_same_drafts(folder_of, tmp_path, variant, shape):
     small = folder_of("llama")
     head = head_of(small, tmp_path / variant, variant)
     _, (wide,) = inflate(small, [head], tmp_path / "out", SHAPES[shape], torch.float64)
-    for temperature in (0, 1):
+    for temperature in (0, 1) if variant in ("eagle3", "eagle1") else (1,):
         ours = steps_of(small, head, temperature)
         theirs = steps_of(tmp_path / "out" / "target", wide, temperature)
         assert dw.Stats.of(ours).num_accepted == dw.Stats.of(theirs).num_accepted > 0

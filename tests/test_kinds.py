@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -11,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import test_own_net  # registers a net of its own
 from conftest import PROCESS_SECONDS, refused
+from draftwing.cli.main import app
 from draftwing.cpu.library import get_kernel
 from draftwing.decode import Decoder
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
@@ -302,18 +303,16 @@ def test_a_kinds_name_is_a_folder_where_it_comes_with_none(folder, monkeypatch, 
 
 
 def test_help_names_what_is_in_the_table():
-    code = "import sys; from draftwing.cli import main; main.main()"
     for command, words in (
         ("train", ["eagle1", "hass", "eagle3", "hass 3, eagle3 5"]),
         ("convert", list(LAYOUTS)),
         ("generate", ["eagle3", "lookup", "eagle3+lookup", "docs/methods.md"]),
         ("compare", ["eagle3", "lookup", "eagle3+lookup", "docs/methods.md"]),
     ):
-        call, environment = [sys.executable, "-c", code, command, "--help"], {**os.environ, "COLUMNS": "200"}
-        done = subprocess.run(call, capture_output=True, text=True, timeout=PROCESS_SECONDS, env=environment)
-        assert done.returncode == 0, done.stderr
+        shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"})
+        assert shown.exit_code == 0, shown.output
         for word in words:
-            assert word in " ".join(done.stdout.replace("│", " ").split()), (command, word)
+            assert word in " ".join(shown.output.replace("│", " ").split()), (command, word)
 
 
 def test_the_table_does_not_wait_for_torch():

@@ -109,12 +109,10 @@ def decode(target, prompts, count, drafter=None, budget=None):
 
 
 RARE = ("phimoe", "bamba-longrope", "bamba-dynamic")  # combinations of what the others have
+NAMES = [pytest.param(name, marks=pytest.mark.full if name in RARE else ()) for name in (*MODELS, *WITHOUT_TREES)]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.full if name in RARE else ()) for name in (*MODELS, *WITHOUT_TREES)],
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_texts_across_a_limit_are_those_of_generate(name):
     """All rows at once: a longer row must not change the frequencies of the others."""
     target, count = adapter(name), 16
@@ -138,7 +136,7 @@ def test_phi3_also_equals_its_full_forward_beyond_the_limit():
             assert int(model(torch.tensor([text[:length]]), use_cache=False).logits[0, -1].argmax()) == text[length]
 
 
-@pytest.mark.parametrize("name", [*MODELS, *WITHOUT_TREES])
+@pytest.mark.parametrize("name", NAMES)
 def test_rows_that_are_read_again(name):
     """The prompt at once, the rest as if it had been decoded: the same keys, so the same logits and features."""
     target, prompt, rest = adapter(name), prompt_of(LIMIT - 3), [9, 4, 40, 3, 17, 8, 30]

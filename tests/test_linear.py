@@ -164,6 +164,7 @@ def test_a_matrix_on_a_machine_whose_rows_depend_on_each_other(monkeypatch):
     check_rows(linear, unruly.weight)
 
 
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs AVX-512")
 @pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE"])
 def test_16_bit_rows_on_other_processors(isa):
     """As far as oneDNN can simulate them."""

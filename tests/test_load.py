@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from itertools import product
 
 import numpy as np
 import pytest
@@ -54,12 +55,11 @@ def readable(model):
 # --- batches ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_batch_is_its_prompts_one_by_one(draft, temperature, lm):
+def test_a_batch_is_its_prompts_one_by_one(temperature, lm):
     options = {"temperature": temperature, "max_tokens": 20, "seed": 4}
     alone = [lm().generate(prompt, **options)[0] for prompt in PROMPTS]
-    for max_batch in (2, 8):
+    for draft, max_batch in product(DRAFTS, (2, 8)):
         together = lm(draft).generate(PROMPTS, max_batch=max_batch, **options)
         for one, other in zip(alone, together, strict=True):
             for name in ("token_ids", "text", "finish_reason", "prompt_ids"):

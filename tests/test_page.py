@@ -60,7 +60,7 @@ def toy():
 def chat(folder_of, tmp_path_factory):
     """A tiny random chat model behind a key; costs are measured for its automatic budget."""
     folder = tmp_path_factory.mktemp("page") / "target"
-    add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=300), folder), chat_template=TEMPLATE)
+    add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=300, head_dim=32), folder), chat_template=TEMPLATE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             measure, "CONFIG", dataclasses.replace(measure.CONFIG, rounds=2)

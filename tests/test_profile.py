@@ -40,6 +40,12 @@ CHANGES = {"max_position_embeddings": 2400, "vocab_size": VOCAB}
 PROMPTS = ([4, 9, 9, 4, 9], [3])
 
 
+@pytest.fixture(autouse=True)
+def all_sizes(monkeypatch):
+    """Those that users get; other tests measure fewer (conftest.py)."""
+    monkeypatch.setattr(profile, "CONFIG", replace(CONFIG, seconds=0.05))
+
+
 def loop_of(target):
     return lambda drafter, budget: Decoder(target, drafter, budget=budget)
 

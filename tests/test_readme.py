@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -57,17 +58,23 @@ def test_there_is_something_to_run():
     assert shown >= {"chat", "demo", "generate", "compare", "verify", "train", "data", "doctor", "export", "import"}
 
 
+@cache
+def help_of(*words):
+    """Its exit code and its text."""
+    runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"})
+    shown = runner.invoke(app, [*words, "--help"])
+    return shown.exit_code, shown.output
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_and_their_options_exist(command):
     words = shlex.split(command, comments=True)[1:]
     is_group = words[0] in GROUPS and len(words) > 1 and not words[1].startswith("-")
-    shown = CliRunner(env={"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}).invoke(
-        app, [*words[: 2 if is_group else 1], "--help"]
-    )
-    assert shown.exit_code == 0
+    code, text = help_of(*words[: 2 if is_group else 1])
+    assert code == 0
     for word in words[1:]:
         if word.startswith("--"):
-            assert word.split("=")[0] in shown.output
+            assert word.split("=")[0] in text
 
 
 def headings(page):

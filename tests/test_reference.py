@@ -76,8 +76,9 @@ def test_every_drafter(loaded, draft, kind):
     ("draft", "kind"),
     [
         *(("causal-lm", kind) for kind in ("greedy", "T=1")),
-        *(("eagle3", "T=1"), ("lookup", "T=1")),
-        *(pytest.param(draft, "greedy", marks=pytest.mark.full) for draft in ("eagle3", "lookup")),
+        ("eagle3", "T=1"),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in (("eagle3", "greedy"), ("lookup", "greedy"))),
+        pytest.param("lookup", "T=1", marks=pytest.mark.full),
     ],
 )
 @pytest.mark.parametrize("rule", [name for name in RULES if name != "match"])

@@ -36,7 +36,7 @@ DIALOGUES = [
 
 
 def load(folder_of, path, **settings):
-    folder = shutil.copytree(folder_of("llama", vocab_size=300), path)
+    folder = shutil.copytree(folder_of("llama", vocab_size=300, head_dim=32), path)
     return dw.load(add_tokenizer(folder, **settings), dtype="float64")
 
 

@@ -185,7 +185,7 @@ def test_what_a_row_has_written_is_remembered():
 @pytest.fixture(scope="module")
 def target(folder_of, tmp_path_factory):
     folder = tmp_path_factory.mktemp("retrieval") / "target"
-    return add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=300), folder))
+    return add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=300, head_dim=32), folder))
 
 
 def lm(target, draft, **options):

@@ -106,12 +106,12 @@ def test_the_automatic_budget_keeps_to_a_limit(folder, monkeypatch):
     async def work(client):
         async def write(limit):
             body = {"speculation": {"detailed": True, **({} if limit is None else {"max_nodes": limit})}}
-            return await make(client.completions, prompt=TEXTS[0], max_tokens=40, temperature=0, extra_body=body)
+            return await make(client.completions, prompt=TEXTS[0], max_tokens=20, temperature=0, extra_body=body)
 
         return [await write(limit) for limit in limits], await asyncio.gather(*map(write, limits))
 
     alone, together = ask(app_of(lm), work)
-    expected = own(lm, TEXTS[0], max_tokens=40).text
+    expected = own(lm, TEXTS[0], max_tokens=20).text
     for answers in (alone, together):
         assert [answer.choices[0].text for answer in answers] == [expected] * 4
         drafted = [answer.metrics["speculative_decoding"]["per_step_drafted"] for answer in answers]
@@ -268,7 +268,7 @@ def test_errors_show_no_local_path(folder_of, tmp_path_factory):
 
 
 def test_defaults_come_from_the_model_and_the_server(folder_of, tmp_path_factory):
-    folder = chat_folder(folder_of, tmp_path_factory)
+    folder = chat_folder(folder_of, tmp_path_factory, max_position_embeddings=64)
     config = {"eos_token_id": 2, "temperature": 0.3, "top_k": 4}
     (folder / "generation_config.json").write_text(json.dumps(config))
     lm = load(folder)

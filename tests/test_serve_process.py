@@ -26,7 +26,7 @@ from draftwing.errors import ConfigError
 from draftwing.serve.app import ConnectionLimits, GracefulServer, Settings, bind, make_app
 from serving import PATIENT, chat_folder, load, question
 
-LONG = {"prompt": "def add(a, b):", "max_tokens": 1500, "temperature": 0, "ignore_eos": True, "stream": True}
+LONG = {"prompt": "def add(a, b):", "max_tokens": 700, "temperature": 0, "ignore_eos": True, "stream": True}
 
 # The command line, with an engine that pauses after a step while the file named by HOLD exists, and chats that are not
 # parsed while the file named by HOLD_CHATS does.
@@ -73,7 +73,7 @@ def is_up(url):
 
 @pytest.fixture(scope="module")
 def folder(folder_of, tmp_path_factory):
-    return chat_folder(folder_of, tmp_path_factory, max_position_embeddings=2048)
+    return chat_folder(folder_of, tmp_path_factory, max_position_embeddings=1024)
 
 
 @pytest.fixture(scope="module")
@@ -178,27 +178,12 @@ def is_draining(url):
     return answer.status_code == 503 and answer.json()["status"] == "draining"
 
 
-def test_sigterm_finishes_what_runs_and_refuses_what_is_new(folder, tmp_path):
-    with command(folder, tmp_path) as (process, url, keys, hold, _):
+def test_sigterm_finishes_what_is_here_and_refuses_what_is_new(folder, tmp_path):
+    """A text that is written, three chats that are being parsed, and one whose body has arrived in part."""
+    with command(folder, tmp_path) as (process, url, keys, hold, hold_chats), ThreadPoolExecutor(4) as pool:
         hold.touch()
-        assert httpx.get(f"{url}/v1/models", timeout=PATIENT).status_code == 401
-        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, headers=keys, timeout=PATIENT) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            process.send_signal(signal.SIGTERM)
-            until(lambda: is_draining(url))
-            chat = {"messages": question("x"), "max_tokens": 2}
-            assert httpx.post(f"{url}/v1/chat/completions", json=chat, headers=keys, timeout=PATIENT).status_code == 503
-            hold.unlink()
-            events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-        assert events[-1]["choices"][0]["finish_reason"] == "length"
-        assert process.wait(PATIENT) == 0
-
-
-def test_sigterm_loses_no_request_that_is_still_being_parsed_or_sent(folder, tmp_path):
-    """Three chats that are being parsed, and one whose body has arrived in part."""
-    with command(folder, tmp_path) as (process, url, keys, _, hold_chats), ThreadPoolExecutor(4) as pool:
         hold_chats.touch()
+        assert httpx.get(f"{url}/v1/models", timeout=PATIENT).status_code == 401
         body = json.dumps({"messages": question("x"), "max_tokens": 2, "ignore_eos": True}).encode()
         go_on = threading.Event()
 
@@ -211,13 +196,19 @@ def test_sigterm_loses_no_request_that_is_still_being_parsed_or_sent(folder, tmp
             headers = {**keys, "content-type": "application/json"}
             return httpx.post(f"{url}/v1/chat/completions", content=content, headers=headers, timeout=PATIENT)
 
-        answers = [pool.submit(post, content) for content in (body, body, body, pieces())]
-        until(lambda: httpx.get(f"{url}/health", timeout=PATIENT).json()["open_requests"] == 4)
-        process.send_signal(signal.SIGTERM)
-        until(lambda: is_draining(url))
-        assert post(body).status_code == 503
-        go_on.set()
-        hold_chats.unlink()
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, headers=keys, timeout=PATIENT) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            answers = [pool.submit(post, content) for content in (body, body, body, pieces())]
+            until(lambda: httpx.get(f"{url}/health", timeout=PATIENT).json()["open_requests"] == 5)
+            process.send_signal(signal.SIGTERM)
+            until(lambda: is_draining(url))
+            assert post(body).status_code == 503
+            go_on.set()
+            hold_chats.unlink()
+            hold.unlink()
+            events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
         for answer in answers:
             assert answer.result().json()["usage"]["completion_tokens"] == 2
         assert process.wait(PATIENT) == 0

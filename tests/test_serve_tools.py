@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Literal
 
 import pytest
-from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
 from draftwing.serve.convert import call_schemas, forced_schema, messages_with_tools, parse_chat
@@ -187,8 +186,9 @@ def test_a_template_with_tools_gets_them(folder_of, tmp_path_factory):
     assert answer.usage.prompt_tokens == len(lm.tokenizer.encode_plain("(weather)(stop)Rome"))
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "stream"), [("required", False), ({"type": "function", "function": {"name": "weather"}}, True)]
+)
 def test_a_call_can_be_forced(lm, choice, stream):
     tools = TOOLS[:1] if choice == "required" else TOOLS
     fields = {"temperature": 1, "seed": 1, "max_tokens": 150}
@@ -251,8 +251,7 @@ def writes(lm, monkeypatch):
     return use
 
 
-@pytest.mark.parametrize("wish", [{"draft": "none"}, {"tree": "chain:3"}])
-@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize(("wish", "parallel"), [({"tree": "chain:3"}, True), ({"draft": "none"}, False)])
 def test_the_official_client_adds_streamed_calls_up(lm, writes, wish, parallel):
     writes(SAID + SECOND)
     strict = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
@@ -368,10 +367,12 @@ class Report(BaseModel):
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_langchain_reads_structured_output(lm, method):
+    from langchain_openai import ChatOpenAI  # takes long, and each worker of pytest-xdist imports this file
+
     async def main():
         async with running(app_of(lm)) as http:
             chat = ChatOpenAI(
-                model="tiny", api_key="x", base_url="http://test/v1", http_async_client=http, temperature=1, seed=3,
+                model="tiny", api_key="x", base_url="http://test/v1", http_async_client=http, temperature=1, seed=1,
                 max_tokens=500, max_retries=0,
             )  # fmt: skip
             return await chat.with_structured_output(Report, method=method).ainvoke("How is Rome?")

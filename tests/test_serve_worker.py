@@ -11,7 +11,7 @@ from draftwing.sampling import Sampling
 from draftwing.worker import Worker
 from serving import TEXTS, chat_folder, load
 
-LONG = Sampling(max_tokens=100, ignore_eos=True, logprobs=0)
+LONG = Sampling(max_tokens=60, ignore_eos=True, logprobs=0)
 
 
 @pytest.fixture(scope="module")

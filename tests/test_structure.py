@@ -5,6 +5,7 @@ import collections
 import importlib
 import re
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import draftwing
@@ -25,9 +26,15 @@ def modules():
             yield name, path
 
 
+@cache
+def nodes(path):
+    """All nodes of a file's syntax tree."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def imports(path):
     """Modules of ours that a file imports, anywhere in it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "draftwing":
             yield (node.module or "").removeprefix("draftwing").strip(".")
         elif isinstance(node, ast.Import):
@@ -97,7 +104,7 @@ def test_the_version_is_one():
 def test_scripts_import_nothing_that_is_not_there():
     missing = []
     for path in sorted(each for room in ("benchmarks", "recipes", "tools") for each in (ROOT / room).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "draftwing":
                 module, names = importlib.import_module(node.module), {name for name, _ in modules()}
                 missing += [
@@ -122,7 +129,7 @@ def test_known_mistakes_can_still_be_made():
 def test_every_class_name_is_used_once():
     files = collections.defaultdict(list)
     for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 files[node.name].append(path.name)
     assert not {name: paths for name, paths in files.items() if len(paths) > 1}

@@ -126,7 +126,7 @@ def test_slots_that_a_draft_makes_are_the_targets(engine, folder):
         target.use_graphs(Recorder())
         assert isinstance(target.runs, GraphRuntime)
     plain, _ = decode(target, None, None, 1.0, tokens=70)
-    for budget in (Budget(60), Budget(20, 3)):
+    for budget in (Budget(60), *([Budget(20, 3)] if engine == "kernel" else [])):
         drafter = LayerSkipDrafter(SubNet(target.net, Parts.without(3, (1,), ())), target, "x")
         found, stats = decode(target, drafter, budget, 1.0, tokens=70)
         assert found == plain

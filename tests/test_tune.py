@@ -197,7 +197,7 @@ def test_a_run_writes_the_best_set(plain, texts, tmp_path):
     assert again.num_measured == 0
 
 
-@pytest.mark.parametrize("cut", [b"", b'{"skip_attention": [0', b"{"])
+@pytest.mark.parametrize("cut", [b"", b'{"skip_attention": [0'])
 def test_a_stopped_run_resumes(cut, plain, texts, tmp_path):
     """After Ctrl-C, and after a kill in the middle of a line: the same sets as in one go, each tried once."""
     whole = Run(tmp_path / "whole", plain, texts)

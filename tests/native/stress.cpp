@@ -17,7 +17,7 @@ namespace {
 constexpr int HIDDEN = 64, VOCAB = 192, DIM = 32, HEADS = 2, SLOTS = 64, ROWS = 2;
 constexpr int DEPTH = 4, WIDTH = 4, WAITING = 3, MOST_NODES = ROWS * WIDTH * 2;
 constexpr int ROOM = 1 + WIDTH + (DEPTH - 1) * WIDTH * WIDTH;
-constexpr double SECONDS = 2.0;
+constexpr double SECONDS = 1.0;
 #if defined(__has_feature)
 #define HAS_FEATURE(name) __has_feature(name)
 #else
@@ -151,7 +151,7 @@ int main() {
     const auto began = std::chrono::steady_clock::now();
     World child(0);
     int forks = 0;
-    while (std::chrono::steady_clock::now() - began < std::chrono::duration<double>(SECONDS)) {
+    while (rounds < 3 * THREADS || std::chrono::steady_clock::now() - began < std::chrono::duration<double>(SECONDS)) {
         const pid_t pid = fork();
         if (pid == 0) {
             alarm(20);
@@ -166,5 +166,5 @@ int main() {
     is_over = true;
     for (std::thread& thread : threads) thread.join();
     printf("%d rounds, %d forks, %d wrong\n", rounds.load(), forks, wrong.load());
-    return wrong != 0 || rounds < THREADS || forks == 0;
+    return wrong != 0 || forks == 0;
 }
