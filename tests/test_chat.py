@@ -114,6 +114,35 @@ def test_sampling_and_system_message_are_changed_on_the_way(target):
         assert found["num_prompt_tokens"] == len(lm.encode(messages))
 
 
+@pytest.mark.parametrize("draft", ["none", "lookup"])
+def test_a_turn_reads_only_what_is_new(target, draft):
+    lm = dw.load(target, draft=draft)
+    dialogue = Dialogue(lm, draft, dw.Sampling(max_tokens=LENGTH, ignore_eos=True))
+    known: list[int] = []
+    for turn in range(4):
+        question = f"{QUESTIONS[turn % 2]} {turn}"
+        ids = lm.encode([*dialogue.messages, {"role": "user", "content": question}])
+        answer = dialogue.ask(question)
+        num_same = next((i for i, pair in enumerate(zip(known, ids, strict=False)) if pair[0] != pair[1]), 0)
+        assert num_same - 2 <= answer.num_cached_tokens <= num_same
+        assert num_same > 10 or not turn
+        known = [*ids, *answer.token_ids]
+    expected = plain_answers(target, [answer.question for answer in dialogue.answers], ignore_eos=True)
+    assert [answer.text for answer in dialogue.answers] == expected
+
+
+def test_an_interrupted_answer_does_not_keep_the_next_one_waiting(target):
+    def stop(step):
+        raise KeyboardInterrupt
+
+    dialogue = Dialogue(dw.load(target, draft="none"), "none", dw.Sampling(max_tokens=LENGTH, ignore_eos=True))
+    with pytest.raises(KeyboardInterrupt):
+        dialogue.ask(QUESTIONS[0], stop)
+    steps = []
+    answer = dialogue.ask(QUESTIONS[1], steps.append)
+    assert len(answer.token_ids) == sum(1 for _ in steps) == LENGTH
+
+
 def test_saved_dialogues_are_training_data(target, expected, tmp_path):
     file = tmp_path / "chat.jsonl"
     script = lines(QUESTIONS[0], f"/save {file}", QUESTIONS[1], f"/save {file}", "/quit", "never asked")

@@ -256,7 +256,7 @@ class Decoder:
     @property
     def shares_prefixes(self) -> bool:
         """True if rows may start with pages that other rows have written."""
-        if self.pages is None or self._skipped is not None:
+        if self.pages is None:
             return False
         keeps_nothing = not self.drafter.reads_features and len(self.pages.caches) == 1
         return cast(LeanTarget, self.target).is_prefix_free and (self.drafter.resumes or keeps_nothing)
@@ -306,7 +306,7 @@ class Decoder:
             prefill.skips_drafter, prefill.generation = self._skips_drafter(request), self.generation
             if self.pages is not None:
                 self.num_prefix_queries += prefill.row.length
-                if self.shares_prefixes and not prefill.skips_drafter:
+                if self.shares_prefixes:
                     self._share_prefix(prefill)
                     self.num_prefix_hits += prefill.done
                 if request.num_cached is None:  # later it may find its own pages
@@ -330,11 +330,11 @@ class Decoder:
         """True if a lone request is decoded without the drafter, since drafts did not pay in earlier ones.
 
         Even a drafter that proposes nothing reads prompts, keeps features and takes its share of the caches: a
-        twentieth of a small model's time. Not for requests whose drafts are special, and not for drafters that learn
-        from what they see or cost next to nothing.
+        twentieth of a small model's time. Not for requests whose drafts are special, for drafters that learn from what
+        they see or cost next to nothing, or with pages, where a later request may start with this one's slots.
         """
         is_special = request.speculation is not None or request.constraint is not None or len(request.references) > 0
-        if not self.is_lone or self.running or self._planner is None or is_special:
+        if not self.is_lone or self.running or self._planner is None or self.pages is not None or is_special:
             return False
         if self.drafter.learns or not self.drafter.costs_forwards:
             return False
@@ -384,7 +384,7 @@ class Decoder:
         """Stop reading a request; its pages are kept for others as long as there is room."""
         with self._turn:
             if self.pages is not None and prefill.generation == self.generation:
-                if self.shares_prefixes and not prefill.skips_drafter:
+                if self.shares_prefixes:
                     self.pages.prefixes.remember(prefill.row.tokens, prefill.pages, prefill.done)
                 self.pages.release(prefill.pages)
             prefill.restart(self.generation)

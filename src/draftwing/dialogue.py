@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from draftwing.engine import Engine
 from draftwing.errors import PromptError
 from draftwing.lm import LM
 from draftwing.loading import load_drafter
@@ -16,6 +18,9 @@ from draftwing.text.prompts import Prompt, check_text
 from draftwing.text.tokenizer import TextStream
 
 Message = dict[str, str]
+
+# Bytes for the KV slots of a dialogue: 20,000 tokens of a 135M model, 4,000 of one of 8B. Memory is used as it fills.
+KV_MEMORY = 1 << 30
 
 
 class Piece(NamedTuple):
@@ -50,6 +55,7 @@ class Answer:
     Attributes:
         draft: the draft in use.
         num_prompt_tokens: tokens of the dialogue up to and including the question.
+        num_cached_tokens: those of them that were not read again.
         finish_reason: ``stop``, ``length``, or ``cancelled`` if interrupted.
         first_s, seconds: until the first step's tokens (after reading the prompt), and in total.
     """
@@ -64,6 +70,7 @@ class Answer:
     stats: Stats = field(default_factory=Stats)
     first_s: float = 0.0
     seconds: float = 0.0
+    num_cached_tokens: int = 0
 
     def record(self) -> dict[str, Any]:
         """Return the JSON object that ``chat --json`` prints."""
@@ -75,6 +82,7 @@ class Answer:
             "seed": self.sampling.seed,
             "finish_reason": self.finish_reason,
             "num_prompt_tokens": self.num_prompt_tokens,
+            "num_cached_tokens": self.num_cached_tokens,
             "token_ids": self.token_ids,
             "seconds": self.seconds,
             "first_token_s": self.first_s,
@@ -124,6 +132,7 @@ class Dialogue:
         self.turns: list[Message] = []
         self.answers: list[Answer] = []
         self._lms, self._put = {draft: lm}, put
+        self._engines: dict[str, Engine] = {}  # by draft: they keep what was read of the dialogue
 
     @property
     def lm(self) -> LM:
@@ -181,23 +190,38 @@ class Dialogue:
         answer = Answer(question, self.draft, self.sampling, len(ids))
         # Decodes the text a second time, token by token, to attribute each piece to its token.
         tokens = TextStream(lm.tokenizer, ids, self.sampling.stop)
-        began = time.perf_counter()
+        engine = self._engine(len(ids))
+        num_hits, began = 0 if engine is None else engine.stats.num_prefix_hits, time.perf_counter()
         try:
-            for step in lm.stream(ids, self.sampling):
-                row = step.step.rows[0]
-                shown = AnswerStep(tuple(pieces_of(row, tokens)), row.num_accepted)
-                answer.stats.add(step.step)
-                answer.token_ids.extend(step.token_ids)
-                answer.text += step.text
-                answer.finish_reason = step.finish_reason or answer.finish_reason
-                answer.first_s = answer.first_s or time.perf_counter() - began
-                show(shown)
+            with closing(lm.stream(ids, self.sampling, engine=engine)) as steps:
+                for step in steps:
+                    row = step.step.rows[0]
+                    shown = AnswerStep(tuple(pieces_of(row, tokens)), row.num_accepted)
+                    answer.stats.add(step.step)
+                    answer.token_ids.extend(step.token_ids)
+                    answer.text += step.text
+                    answer.finish_reason = step.finish_reason or answer.finish_reason
+                    answer.first_s = answer.first_s or time.perf_counter() - began
+                    show(shown)
         finally:
             answer.seconds = time.perf_counter() - began
+            if engine is not None:
+                answer.num_cached_tokens = engine.stats.num_prefix_hits - num_hits
             if answer.token_ids:
                 self.turns = [*self.turns, message, {"role": "assistant", "content": answer.text}]
                 self.answers = [*self.answers, answer]
         return answer
+
+    def _engine(self, num_prompt_tokens: int) -> Engine | None:
+        """Return the engine of the selected draft; None if the dialogue is too long for its memory, or it has none."""
+        lm = self.lm
+        if not lm.target.supports_pages:
+            return None
+        if self.draft not in self._engines:
+            self._engines[self.draft] = lm.engine(max_batch=1, kv_memory=KV_MEMORY)
+        engine = self._engines[self.draft]
+        room = min(self.sampling.max_tokens, lm.target.max_length - num_prompt_tokens)
+        return engine if engine.room_for(num_prompt_tokens) >= room else None
 
     def retry(self, show: Callable[[AnswerStep], None] = lambda step: None) -> Answer:
         """Answer the last question again, replacing its answer.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import NoneType
@@ -250,8 +250,9 @@ class LM:
         speculation: Speculation = None,
         references: Sequence[str] = (),
         grammar: GrammarLike | None = None,
+        engine: Engine | None = None,
         **options: Any,
-    ) -> Iterator[StreamStep]:
+    ) -> Generator[StreamStep]:
         """Decode one prompt and yield the text of every step.
 
         ``options`` are ``Sampling``'s fields (``temperature=0.8, seed=1``), or pass a ``Sampling``. Stop strings are
@@ -263,26 +264,31 @@ class LM:
             speculation: how much to draft: a ``Budget``, ``"none"``, or None for the default of this ``LM``.
             references: texts that are likely to be repeated; draft ``"llma"`` copies from them.
             grammar: constrains the output: a ``Grammar``, a JSON schema as a dict, or ``"json"``.
+            engine: an idle one of this ``LM``, which does not read again what its ``kv_memory`` holds of the prompt.
+                None makes one.
 
         Raises:
             PromptError, SamplingError, ConfigError: invalid arguments; raised before any work is done.
             NumericsError: the target's logits are not finite.
         """
-        engine, ids = self.engine(max_batch=1), self._encode_references(references)
+        engine, ids = engine or self.engine(max_batch=1), self._encode_references(references)
         sampling = sampling_from(sampling, options)
         constraint = self.constraint(grammar)
         prompt_ids = self.encode(prompt)
         request = engine.submit(prompt_ids, sampling, speculation=speculation, references=ids, constraint=constraint)
         return self._stream(engine, request)
 
-    def _stream(self, engine: Engine, request: Request) -> Iterator[StreamStep]:
-        for step in engine.steps():
-            row = step.rows[0]
-            if row.error is not None:
-                raise row.error
-            yield StreamStep(row.text, row.token_ids, step, row.finish_reason)
-        if request.error is not None:
-            raise request.error
+    def _stream(self, engine: Engine, request: Request) -> Generator[StreamStep]:
+        try:
+            for step in engine.steps():
+                row = step.rows[0]
+                if row.error is not None:
+                    raise row.error
+                yield StreamStep(row.text, row.token_ids, step, row.finish_reason)
+            if request.error is not None:
+                raise request.error
+        finally:
+            engine.cancel(request)  # if the caller has stopped
 
     async def astream(
         self,
