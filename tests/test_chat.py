@@ -394,6 +394,26 @@ def test_a_conversation_in_a_terminal(terminal, target, tmp_path):
     assert "Traceback" not in terminal.raw
 
 
+def test_a_pasted_text_is_one_question_and_tab_completes(target):
+    pytest.importorskip("readline")
+    opened = Terminal("-t", target, "-d", "none", "-n", 3, "--ignore-eos")
+    try:
+        opened.until("[^>]*> ")
+        opened.type("\x1b[200~a = 1\nb = 2\nc = 3\x1b[201~\n")
+        opened.until("3 tokens[^>]*> ")
+        opened.type("/temp\t 0.5\n")
+        opened.until("temperature 0.5[^>]*> ")
+        opened.type("/draft no\t\n")
+        opened.until("drafts by none: same text[^>]*> ")
+        opened.type("/stats\n")
+        told = opened.until("temperature [^\n]*seed")
+        assert "dialogue, none: 3 tokens" in told
+        opened.type("\x04")
+        assert opened.process.wait(PATIENCE) == 0
+    finally:
+        opened.close()
+
+
 def test_the_end_of_input_ends_a_conversation(target):
     pytest.importorskip("pty")
     opened = Terminal("-t", target, "-d", "none", "-n", 3, "--ignore-eos", NO_COLOR="1")

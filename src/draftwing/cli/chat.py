@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -50,8 +50,9 @@ def chat(
     """Chat with a model; tokens that were accepted at once from a draft are coloured.
 
     `/help` lists the commands: statistics, another draft, temperature, seed, saving, and more. Ctrl-C stops an answer
-    and keeps its beginning; Ctrl-D ends the chat. A line that ends with a backslash continues in the next one. From a
-    pipe, each line is a question or a command, answers go to stdout and the rest to stderr; the first error ends it.
+    and keeps its beginning; Ctrl-D ends the chat. A line that ends with a backslash continues in the next one; Tab
+    completes commands. From a pipe, each line is a question or a command, answers go to stdout and the rest to
+    stderr; the first error ends it.
 
     Examples:
 
@@ -77,13 +78,32 @@ def chat(
 
 
 class _Lines:
-    """Reads lines from the keyboard, with a history, or from a pipe."""
+    """Reads lines from the keyboard, with a history, or from a pipe. A pasted text is one line."""
 
     def __init__(self) -> None:
         self.are_typed = sys.stdin is not None and sys.stdin.isatty()
         if self.are_typed:
             with suppress(ImportError):  # Windows has none
-                import readline  # noqa: F401  gives input() a history and line editing
+                import readline  # gives input() a history and line editing
+
+                readline.parse_and_bind("set enable-bracketed-paste on")
+
+    def complete(self, choices: Callable[[str], Sequence[str]]) -> None:
+        """Let the Tab key complete lines.
+
+        Args:
+            choices: returns the lines that one may mean.
+        """
+        with suppress(ImportError):
+            import readline
+
+            def choice(_: str, index: int) -> str | None:
+                found = choices(readline.get_line_buffer())
+                return found[index] if index < len(found) else None
+
+            readline.set_completer_delims("")
+            readline.set_completer(choice)
+            readline.parse_and_bind("tab: complete")
 
     def next(self) -> str | None:
         """Return the next line with its continuations; None at the end."""
@@ -115,7 +135,7 @@ class _Conversation:
     """
 
     def __init__(self, dialogue: Dialogue, drafts: list[str], *, as_json: bool) -> None:
-        self._dialogue, self._as_json = dialogue, as_json
+        self._dialogue, self._as_json, self._drafts = dialogue, as_json, drafts
         self._choices = f"{', '.join(drafts)} or the folder of a head or a smaller model"
         self._screen = screen.Screen()
         dialogue.lm.on_costs = self._screen.defer
@@ -145,6 +165,8 @@ class _Conversation:
             name, draft = self._dialogue.lm.target.name, _label(self._dialogue.draft)
             note(f"{name}, drafts by {draft}. /help lists the commands.")
             self._screen.legend(first=1)
+        if self._are_typed:
+            lines.complete(self._meant)
         presses = 0  # consecutive Ctrl-C
         while not self._is_over and presses < 2:
             try:
@@ -167,6 +189,11 @@ class _Conversation:
                 if not self._are_typed:
                     raise
                 screen.error(str(error))
+
+    def _meant(self, start: str) -> list[str]:
+        """Return the commands that begin like this, also with the drafts that they may select."""
+        lines = [*self._commands, *(f"/draft {name}" for name in self._drafts)]
+        return [line for line in lines if line.startswith(start)] if start.startswith("/") else []
 
     def _take(self, line: str) -> None:
         if not line.startswith("/"):
