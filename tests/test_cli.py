@@ -207,6 +207,8 @@ def test_an_interrupt_keeps_the_text_so_far_and_a_reader_that_is_gone_is_no_erro
 
 ERRORS = {
     "no such target": (["-t", "/nowhere/model"], "/nowhere/model"),
+    "no such file": (["-t", "missing.gguf"], "missing.gguf: there is no such file"),
+    "a draft's name": (["x", "-d", "eagle4"], "Did you mean eagle3 or eagle1?"),
     "empty prompt": ([""], "prompt is empty"),
     "no prompt on stdin": ([], "no prompt"),
     "two prompts": (["x", "--prompts", "y"], "two prompts"),
@@ -246,6 +248,15 @@ def test_errors_are_one_line_and_name_the_thing(target, name):
     args, wanted = ERRORS[name]
     args = ["x", *args] if args[:1] == ["-t"] else [*args, "-t", target]
     check_refused(run("generate", *args), wanted)
+
+
+def test_a_head_that_ships_goes_by_its_name(tmp_path):
+    shipped = run("convert", "eagle3", "-t", "toy", "-o", tmp_path / "head")
+    assert shipped.exit_code == 0, shipped.output
+    assert (tmp_path / "head" / "config.json").exists()
+    assert run("doctor", "eagle3", "-t", "toy", "--no-measure").exit_code == 0
+    for command in (["doctor", "eagle4"], ["export", "eagle4", "-o", tmp_path / "other"]):
+        check_refused(run(*command, "-t", "toy"), "eagle4: there is no such folder", "eagle3, eagle1")
 
 
 TREES = {

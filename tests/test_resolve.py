@@ -279,7 +279,7 @@ def test_export_prints_the_path_of_a_named_target(folders, add, monkeypatch):
     places = {"tiny": folders["target"], str(folders["draft"]): folders["draft"], None: TOY / "target"}
     for name, place in places.items():
         target = [] if name is None else ["--target", name]
-        shown = CliRunner().invoke(cli.app, ["export", "head", "--out", str(TOY / "eagle3"), *target])
+        shown = CliRunner().invoke(cli.app, ["export", str(TOY / "eagle3"), "--out", str(TOY / "eagle3"), *target])
         assert shown.exit_code == 0, shown.output
         assert f"vllm serve {place} " in shown.stdout
 

@@ -25,7 +25,7 @@ from draftwing.cli.options import (
     with_options,
 )
 from draftwing.cli.screen import format_alpha, print_line, print_table
-from draftwing.errors import ConfigError, DraftwingError
+from draftwing.errors import CheckpointError, ConfigError, DraftwingError
 from draftwing.methods.registry import training_methods
 from draftwing.models.catalogue import entry_of
 
@@ -185,7 +185,7 @@ def _collect_statistics(session: Session, num_prompts: int) -> None:
         screen.line(f"no statistics were collected for `draftwing predict`: {error}", "yellow")
 
 
-_HEAD = argument(..., "Folder of a head, in any layout.")
+_HEAD = argument(..., "Folder of a head, in any layout, or the name of one that ships with the target, such as eagle3.")
 _STATUS_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "unknown": "dim"}
 
 
@@ -215,6 +215,7 @@ def doctor(
     from draftwing.models.resolve import resolve
     from draftwing.text.prompts import read_prompts
 
+    head = _head_folder(head, model.target)
     findings = diagnose(head, resolve(model.target))
     failed = any(finding.status == "fail" for finding in findings)
     fit = None
@@ -273,7 +274,7 @@ def convert(
     """
     from draftwing.methods.registry import convert as run
 
-    run(head, out, to, target=_target_id(target), taps=parse_taps(taps), depth=depth)
+    run(_head_folder(head, target), out, to, target=_target_id(target), taps=parse_taps(taps), depth=depth)
     screen.line(f"wrote {out} in the layout {to!r}")
 
 
@@ -297,7 +298,7 @@ def export(
 
     if to not in SERVED_BY:
         raise ConfigError(f"no engine serves the layout {to!r}: choose vllm or sglang (or use convert)")
-    run(head, out, to, target=_target_id(target), depth=depth)
+    run(_head_folder(head, target), out, to, target=_target_id(target), depth=depth)
     entry = entry_of(target)  # engines do not know our names
     served = str(target if entry is None else fetch(entry))
     if served.endswith(".gguf"):
@@ -307,6 +308,18 @@ def export(
             "yellow",
         )
     print(serve_command(to, served, out, depth))
+
+
+def _head_folder(head: Path, target: str | None) -> Path:
+    """Return the folder of a head, or of one that ships with the target (None: the default one) by its name."""
+    if head.exists():
+        return head
+    entry = entry_of(target)
+    shipped = {} if entry is None else entry.heads
+    if str(head) in shipped and entry is not None:
+        return entry.head(str(head))
+    names = f", or a name: {', '.join(shipped)}" if shipped else ""
+    raise CheckpointError(f"{head}: there is no such folder. Give the folder of a head{names}.")
 
 
 def _target_id(target: str | None) -> Any:

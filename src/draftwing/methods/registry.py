@@ -6,6 +6,7 @@ Loading, training, converting and examining go through the table; ``register`` a
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -253,7 +254,13 @@ def _find(draft: str | Path, target: Target, tokenizer: Tokenizer | None) -> tup
     entry = METHODS.get(str(draft))
     if entry is not None and entry.needs != "folder":
         return entry.method, entry.method.own_folder(target) if entry.needs == "target" else Path()
-    folder = (entry and _shipped_head(entry, target, tokenizer)) or resolve(draft)
+    try:
+        folder = (entry and _shipped_head(entry, target, tokenizer)) or resolve(draft)
+    except CheckpointError as error:
+        close = [] if entry is not None else difflib.get_close_matches(str(draft), METHODS, n=2, cutoff=0.65)
+        if not close:
+            raise
+        raise CheckpointError(f"{error} Did you mean {' or '.join(close)}?") from error
     return method_of_folder(folder), folder
 
 

@@ -62,6 +62,8 @@ def resolve(model: str | Path | None, revision: str | None = None) -> Path:
         path = fetch(entry)
         if path.is_dir():
             return path
+    elif Path(text).suffix in _FILES:
+        raise CheckpointError(f"{_short(text)}: there is no such file. {_hint(text)}Check the path.")
     elif isinstance(model, Path) or len(text) > _MAX_HUB_ID or not _HUB_ID.fullmatch(text):
         raise CheckpointError(
             f"{_short(text)}: expected a model folder or a Hugging Face Hub id such as org/name, found no such "
@@ -170,6 +172,7 @@ def _hint(text: str) -> str:
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _MAX_HUB_ID = 200  # characters: more than the Hub allows
+_FILES = {".gguf", ".safetensors", ".bin", ".pt", ".json", ".jsonl"}  # no model on the Hub has such a name
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja"]
 # Folders of other formats, and the second copy of the weights in Mistral's repositories.
 _IGNORED = ["*/*", "consolidated*"]
