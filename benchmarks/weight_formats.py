@@ -40,9 +40,9 @@ from draftwing.text.tokenizer import Tokenizer
 from plain_decoding import commit
 
 
-def load(folder: Path, draft: str, *, expand: bool) -> dict[str, dw.LM]:
+def load(folder: Path, draft: str, *, expand: bool, arithmetic: str | None) -> dict[str, dw.LM]:
     """The model with and without drafts."""
-    target = LeanTarget.from_folder(folder, torch.float32, expand=expand)
+    target = LeanTarget.from_folder(folder, torch.float32, expand=expand, arithmetic=arithmetic)
     tokenizer = Tokenizer(folder)
     found = {"plain": dw.LM(target, tokenizer)}
     if draft != "none":
@@ -91,12 +91,14 @@ def main(
     batch: Annotated[int, typer.Option(min=1, help="Prompts decoded at once for --texts.")] = 1,
     texts: Annotated[bool, typer.Option("--texts", help="Compare texts alone.")] = False,
     temperatures: Annotated[str, typer.Option(help="With commas between them.")] = "0",
+    arithmetic: Annotated[str, typer.Option(help="Of GGUF blocks: float32, or int8 (other texts).")] = "float32",
     limit: Annotated[bool, typer.Option(help="Measure how fast memory is read.")] = True,
     output: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> None:
     """Compare weights in a file's precision with float32."""
     folder = resolve(target)
-    models = {name: load(folder, draft, expand=name == "float32") for name in ("own", "float32")}
+    ways: dict[str, str | None] = {"own": arithmetic, "float32": None}
+    models = {name: load(folder, draft, expand=name == "float32", arithmetic=way) for name, way in ways.items()}
     asked = prompts_of(prompts, num_prompts)
     wanted = [float(each) for each in temperatures.split(",")]
     if texts:

@@ -123,7 +123,7 @@ inline void spread_fours(const uint8_t* x, int num_in, uint32_t* out) {
 // --- a tile ----------------------------------------------------------------------------------------------------------
 
 // Adds the products of `count` inputs to the sums of R rows, for C registers of outputs at a time. Prefetches
-// `ahead`, `each` bytes per step.
+// `ahead`, `each` bytes per step, at most as many as it reads.
 template <int R, int C>
 void byte_rows(const uint32_t* rows, size_t stride, const int8_t* w, int count, const char* ahead, int each,
                i16 (*sum)[PARTS]) {
@@ -137,7 +137,8 @@ void byte_rows(const uint32_t* rows, size_t stride, const int8_t* w, int count, 
         const int8_t* from = w + first;
         const uint32_t* x = rows;
         for (int k = 0; k < count; k += 4, from += 4 * TILE, x += ROW_WORDS, ahead += each) {
-            __builtin_prefetch(ahead);
+#pragma GCC unroll 4
+            for (size_t line = 0; line < C * sizeof(Four); line += 64) __builtin_prefetch(ahead + line);
             Fours weights[C];
 #pragma GCC unroll 4
             for (int c = 0; c < C; ++c) weights[c] = fours(from + c * static_cast<int>(sizeof(Four)));
@@ -155,11 +156,15 @@ void byte_rows(const uint32_t* rows, size_t stride, const int8_t* w, int count, 
     }
 }
 
+// One row reads whole tiles, in the order of memory: with less arithmetic to wait for, prefetched weights would be needed too
+// soon if parts of a tile took turns.
+constexpr int columns_of_rows(int num) { return num == 1 ? 4 * TILE / static_cast<int>(sizeof(Four)) : COLUMNS; }
+
 // The same for 1 to MANY_BYTES rows.
 template <int R = 1>
 void some_bytes(int num, const uint32_t* rows, size_t stride, const int8_t* w, int count, const char* ahead, int each,
                 i16 (*sum)[PARTS]) {
-    if (num == R) return byte_rows<R, COLUMNS>(rows, stride, w, count, ahead, each, sum);
+    if (num == R) return byte_rows<R, columns_of_rows(R)>(rows, stride, w, count, ahead, each, sum);
     if constexpr (R < MANY_BYTES) some_bytes<R + 1>(num, rows, stride, w, count, ahead, each, sum);
 }
 
@@ -170,7 +175,8 @@ void narrow_sums(const uint32_t* rows, size_t stride, const int8_t* w, int num_i
     memset(static_cast<void*>(sums), 0, sizeof(sums[0]) * count);
     const int passes = (count + MANY_BYTES - 1) / MANY_BYTES;
     for (int from = 0; from < num_in; from += CHUNK) {
-        const int inputs = std::min(num_in - from, CHUNK), steps = inputs / 4 * (4 * TILE / (COLUMNS * sizeof(Four)));
+        const int inputs = std::min(num_in - from, CHUNK);
+        const int steps = inputs / 4 * (4 * TILE / static_cast<int>(sizeof(Four))) / columns_of_rows(count);
         const int8_t* part = w + static_cast<size_t>(from) * TILE;
         const char* next = reinterpret_cast<const char*>(part + static_cast<size_t>(inputs) * TILE);
         const int each = (inputs * TILE + steps * passes - 1) / (steps * passes);
