@@ -239,25 +239,33 @@ def test_cropped_caches_draft_path_by_path(name):
         assert torch.allclose(output.features[0, node], hidden, atol=1e-4)
 
 
-def forget_when_several(model, length, masks=True):
-    """Several tokens after ``length`` cached ones are read as if they were others; trees do not run at all."""
+def forget_when_several(model, length):
+    """Several tokens after ``length`` cached ones, or as many as that setting says, are misread; trees do not run."""
     real = model.forward
 
     def forward(input_ids=None, attention_mask=None, **options):
-        if attention_mask is not None and attention_mask.ndim == 4 and masks:
+        if attention_mask is not None and attention_mask.ndim == 4:
             raise ValueError("no tree mask")
         cache = options.get("past_key_values", options.get("cache"))
-        if cache is not None and input_ids.shape[1] > 1 and cache.get_seq_length() >= length:
+        limit = length if isinstance(length, int) else getattr(model.config, length)
+        if cache is not None and input_ids.shape[1] > 1 and cache.get_seq_length() >= limit:
             input_ids = (input_ids + 1) % VOCAB
         return real(input_ids=input_ids, attention_mask=attention_mask, **options)
 
     model.forward = forward
 
 
-@pytest.mark.parametrize(("window", "length"), [(20, 20), (1 << 7, 100)])
-def test_paths_that_are_wrong_beyond_a_window_are_found(window, length):
-    model = make("gpt-neox")
-    model.config.window_size = window  # which the layers do not read
+@pytest.mark.parametrize(
+    ("name", "window", "length"),
+    [
+        ("gpt-neox", 20, 20),  # the layers do not read it
+        ("gpt-neox", 1 << 7, 100),
+        ("llama4", 250, "attention_chunk_size"),  # longer than a text that could cross it
+    ],
+)
+def test_paths_that_are_wrong_beyond_a_window_are_found(name, window, length):
+    model = make(name)
+    setattr(model.config, "attention_chunk_size" if name == "llama4" else "window_size", window)
     forget_when_several(model, length)
     with pytest.warns(DraftwingWarning, match="it is decoded without speculation"):
         target = AdapterTarget(model)
