@@ -411,6 +411,15 @@ def test_windows_follow_the_stream():
         assert all(after == before + 1 or (before, after) == (1002, 3) for before, after in itertools.pairwise(ids[1:]))
 
 
+def test_no_token_of_a_prefix_counts():
+    corpus = Corpus(stream=np.arange(10, 30, dtype=np.int32), starts=np.array([0]), prefix=(1, 2, 3))
+    rows = list(epoch(Batches(corpus, 16, 8, seed=0), 4))
+    assert rows
+    for ids, mask in rows:
+        assert list(ids[:3]) == [1, 2, 3]
+        assert [bool(counts) for counts in mask] == [False] * 3 + [True] * (len(ids) - 3)
+
+
 def test_without_bos_windows_are_stream_alone():
     batches = Batches(Corpus(stream=np.arange(3, 103, dtype=np.int32), starts=np.asarray([0])), 40, 20, seed=0)
     assert sorted(token for ids, _ in epoch(batches, 0) for token in ids) == list(range(3, 103))
