@@ -45,20 +45,32 @@ RECURRENT = {
     "qwen3-next": ("Qwen3NextConfig", {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 16}),
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"]}),
 }
-# Attention models without trees: distances counted in slots, or a window of another name.
+# Attention models without trees, whose cache can be cropped: distances counted in slots, windows of other names, and
+# decoders that share their code with an encoder.
 GLOBAL = [[["global", "local", "global"], 1]]
+HALF = {"d_model": 32, "decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "encoder_layers": 1}
+HALF |= {"encoder_attention_heads": 4, "encoder_ffn_dim": 48, "is_decoder": True, "is_encoder_decoder": False}
 ODD = {
     "mpt": ("MptConfig", {"d_model": 32, "n_heads": 4, "n_layers": 3}),
     "bloom": ("BloomConfig", {"n_head": 4, "n_layer": 3}),
     "gpt-neo": ("GPTNeoConfig", {"num_layers": 3, "num_heads": 4, "attention_types": GLOBAL, "window_size": 6}),
+    "llama4": (
+        "Llama4TextConfig",
+        {"num_local_experts": 2, "intermediate_size_mlp": 48, "head_dim": 8, "attention_chunk_size": 8},
+    ),
+    "falcon-alibi": ("FalconConfig", {"alibi": True, "new_decoder_architecture": False}),
+    "roformer": ("RoFormerConfig", {"is_decoder": True, "embedding_size": 32}),
+    "rembert": ("RemBertConfig", {"is_decoder": True, "input_embedding_size": 32, "output_embedding_size": 32}),
+    "megatron-bert": ("MegatronBertConfig", {"is_decoder": True}),
+    **{
+        name: (f"{name}Config", dict(HALF))
+        for name in ("Marian", "MBart", "PLBart", "TrOCR", "Mvp", "Bart", "Pegasus", "Blenderbot")
+    },
 }
 RECURRENT_LAYERS = "the state of its linear_attention layers cannot be rolled back"
 REASONS = {
     **dict.fromkeys(("mamba", "jamba", "qwen3-next"), RECURRENT_LAYERS),
     "lfm2": "the state of its conv layers cannot be rolled back",
-    "mpt": "ignores a tree mask",
-    "bloom": "cannot run a tree mask",
-    "gpt-neo": "its attention window `window_size` is not supported",
 }
 TREE = ([5, 9, 11, 9, 3, 7, 8], [-1, 0, 0, 1, 1, 2, 5])
 PATHS = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 4], [0, 2, 5], [0, 2, 5, 6]]
@@ -175,23 +187,97 @@ def test_drafts_change_nothing(name, temperature):
 def test_half_precision_tells_right_from_wrong():
     for dtype in (torch.bfloat16, torch.float16):
         assert AdapterTarget(make("gemma2", dtype)).supports_trees
-        with reason_for("mpt"):
-            assert not AdapterTarget(make("mpt", dtype)).supports_trees
+        broken = make("mpt", dtype)
+        forget_when_several(broken, 1)
+        with pytest.warns(DraftwingWarning, match="no tree mask.*without speculation"):
+            assert not AdapterTarget(broken).supports_trees
 
 
 def test_a_window_in_the_config_that_the_layers_ignore():
-    """Few tokens would not show it."""
+    """Few tokens would not show that a mask with the window is wrong, so paths are run without."""
     model = make("gpt-neox")
     model.config.sliding_window = 128
-    with pytest.warns(DraftwingWarning, match="ignores a tree mask"):
-        assert not AdapterTarget(model, "odd").supports_trees
+    target = AdapterTarget(model, "odd")
     assert model.config.sliding_window == 128
+    long = [[5, 9, 11] * 45]
+    found = decode(target, long, LookupDrafter(VOCAB, 1), Budget(4), temperature=0.0)
+    assert found == [plain_greedy(model, long[0], 12)]
+
+
+# --- paths -----------------------------------------------------------------------------------------------------------
+
+
+def plain_greedy(model, prompt, count):
+    """The best token after each forward of the whole text: some generation configs force tokens."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(reference(model, ids).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_cropped_caches_draft_path_by_path(name):
+    model = make(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DraftwingWarning)  # it drafts
+        target = AdapterTarget(model)
+    prompts = [[5, 9, 5, 9, 5, 9, 11, 5, 9], [4], [9, 9, 30, 31, 9, 9]]
+    expected = [plain_greedy(model, prompt, 20) for prompt in prompts]
+    sampled = decode(target, prompts, temperature=1.0, max_tokens=20)
+    for budget in (Budget(4), Budget(4, 3, 9)):
+        found = decode(target, prompts, LookupDrafter(VOCAB, 1), budget, temperature=0.0, max_tokens=20)
+        assert found == expected
+        found = decode(target, prompts, LookupDrafter(VOCAB, 1), budget, temperature=1.0, max_tokens=20)
+        assert found == sampled
+    taps, paths = FeatureSpec((1, 3)), [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 4], [0, 2, 5], [0, 2, 5, 6]]
+    ctx = target.new_context(taps)
+    target.prefill(ctx, prompts[0])
+    output = target.forward(ctx, DraftTree.from_lists([[9, *TREE[0][1:]]], [TREE[1]]))
+    for node, path in enumerate(paths):
+        whole = reference(model, [*prompts[0], *(TREE[0][i] for i in path[1:])])
+        assert torch.allclose(output.logits[0, node], whole.logits[0, -1], atol=1e-4)
+        hidden = torch.cat([whole.hidden_states[i][0, -1] for i in taps.taps])
+        assert torch.allclose(output.features[0, node], hidden, atol=1e-4)
+
+
+def forget_when_several(model, length):
+    """Several tokens after ``length`` cached ones, or as many as that setting says, are misread; trees do not run."""
+    real = model.forward
+
+    def forward(input_ids=None, attention_mask=None, **options):
+        if attention_mask is not None and attention_mask.ndim == 4:
+            raise ValueError("no tree mask")
+        cache = options.get("past_key_values", options.get("cache"))
+        limit = length if isinstance(length, int) else getattr(model.config, length)
+        if cache is not None and input_ids.shape[1] > 1 and cache.get_seq_length() >= limit:
+            input_ids = (input_ids + 1) % VOCAB
+        return real(input_ids=input_ids, attention_mask=attention_mask, **options)
+
+    model.forward = forward
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "length"),
+    [
+        ("gpt-neox", 20, 20),  # the layers do not read it
+        ("gpt-neox", 1 << 7, 100),
+        ("llama4", 250, "attention_chunk_size"),  # longer than a text that could cross it
+    ],
+)
+def test_paths_that_are_wrong_beyond_a_window_are_found(name, window, length):
+    model = make(name)
+    setattr(model.config, "attention_chunk_size" if name == "llama4" else "window_size", window)
+    forget_when_several(model, length)
+    with pytest.warns(DraftwingWarning, match="it is decoded without speculation"):
+        target = AdapterTarget(model)
+    assert not target.supports_trees
+    assert decode(target, PROMPTS[:1], temperature=0.0) == [plain_greedy(model, PROMPTS[0], 12)]
 
 
 # --- no trees --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*RECURRENT, *ODD])
+@pytest.mark.parametrize("name", RECURRENT)
 def test_without_trees(name):
     model = make(name)
     with reason_for(name):

@@ -34,6 +34,9 @@ MARKED = (
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
     "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
 )
+# Which show content in parts alone.
+CONTENT = "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+PARTS, MARKED_PARTS = (template.replace("{{ m.content }}", CONTENT) for template in (CHATML, MARKED))
 HOPELESS = "{{ messages | length }} messages: {% for m in messages %}{{ m.content }}{% endfor %}"
 STRICT = "{% if messages[0].role != 'user' %}{{ raise_exception('the user must begin') }}{% endif %}" + CHATML
 
@@ -122,6 +125,8 @@ MARKED_FROM_THE_START = (
         (THINKING, TWO_TURNS, ENDED[1:]),
         (MARKED, TWO_TURNS, ENDED),
         (None, TWO_TURNS, ANSWERS),
+        (PARTS, TWO_TURNS, ENDED),
+        (MARKED_PARTS, TWO_TURNS, ENDED),
         (CHATML, OPENED, ENDED),
         (None, OPENED, ANSWERS),
         (CHATML, CUT_OFF, [ANSWERS[0], ENDED[1]]),
@@ -129,8 +134,9 @@ MARKED_FROM_THE_START = (
         (OVER_THE_EDGE, [{"role": "user", "content": "x"}, {"role": "assistant", "content": "row a"}], [" a\n"]),
     ],
     ids=[
-        "chatml", "inst", "thinking-stripped", "generation-marks", "no-template", "opened-by-the-assistant",
-        "opened-without-a-template", "cut-off", "turns-after-the-last-answer", "over-the-edge",
+        "chatml", "inst", "thinking-stripped", "generation-marks", "no-template", "parts", "marked-parts",
+        "opened-by-the-assistant", "opened-without-a-template", "cut-off", "turns-after-the-last-answer",
+        "over-the-edge",
     ],
 )  # fmt: skip
 def test_exactly_what_the_assistant_writes_counts(template, messages, expected, tokenizer_with, write):
@@ -139,7 +145,7 @@ def test_exactly_what_the_assistant_writes_counts(template, messages, expected, 
     assert spoken(example, tokenizer) == expected
     assert (example.ids.dtype, example.mask.dtype) == (np.int32, bool)
     text = text_of(example.ids, tokenizer)
-    if template in (CHATML, INST) and messages is TWO_TURNS:
+    if template in (CHATML, INST, PARTS) and messages is TWO_TURNS:
         prompt = tokenizer.encode_chat(TWO_TURNS[:4])  # (cut by this file's truncation)
         assert example.ids[: len(prompt)].tolist() == prompt
     elif template is None:  # BOS, and no roles
@@ -403,6 +409,15 @@ def test_windows_follow_the_stream():
     for ids, _ in epoch(batches, 4):
         assert ids[0] == 1
         assert all(after == before + 1 or (before, after) == (1002, 3) for before, after in itertools.pairwise(ids[1:]))
+
+
+def test_no_token_of_a_prefix_counts():
+    corpus = Corpus(stream=np.arange(10, 30, dtype=np.int32), starts=np.array([0]), prefix=(1, 2, 3))
+    rows = list(epoch(Batches(corpus, 16, 8, seed=0), 4))
+    assert rows
+    for ids, mask in rows:
+        assert list(ids[:3]) == [1, 2, 3]
+        assert [bool(counts) for counts in mask] == [False] * 3 + [True] * (len(ids) - 3)
 
 
 def test_without_bos_windows_are_stream_alone():

@@ -1,6 +1,7 @@
 """Requests through the engine: they come and go, fail alone, and lose nothing to an interrupt."""
 
 import asyncio
+import math
 import shutil
 import sys
 
@@ -19,10 +20,12 @@ from draftwing.methods.lookup import LookupDrafter
 from draftwing.methods.net_drafter import EagleDrafter
 from draftwing.models.config import ModelConfig, read_config
 from draftwing.models.lean import LeanTarget
-from draftwing.readout import explain
+from draftwing.readout import explain, read_emitted
 from draftwing.request import Request
 from draftwing.sampling import Sampling
+from draftwing.sampling_options import nth_seed
 from draftwing.stats import Stats
+from draftwing.tree import Accepted, DraftTree
 
 VOCAB = SMALL["vocab_size"]
 PROMPTS = ([5, 6, 9, 5, 6], [8, *range(20, 35)], [11, 12], [4])
@@ -228,6 +231,96 @@ def test_one_row_with_nan_ends_alone(folder, plain):
         broken.generate([bad], max_tokens=8)
     with refused(NumericsError, "hold NaN"):
         list(broken.stream(bad, max_tokens=8))
+
+
+@pytest.mark.parametrize("rule", ["speculative", "multi-round", "block"])
+def test_a_row_with_nan_fails_alone_under_a_classic_rule(folder, rule):
+    broken = dw.load(folder, "lookup", rule=rule, budget=dw.Budget(3), dtype="float64", device="cpu")
+    bad = [7, *broken.encode(TEXTS[0])]
+    with torch.no_grad():
+        broken.target.embedding.table[7] = torch.nan
+    options = {"max_tokens": 8, "temperature": 1.0, "seed": 3, "banned_tokens": (7,)}
+    alone = broken.generate([TEXTS[0]], **options)[0]
+    found = broken.generate([TEXTS[0], bad], **options)
+    assert [each.finish_reason for each in found] == [alone.finish_reason, "error"]
+    assert found[0].text == alone.text
+    with refused(NumericsError, "request 1", "hold NaN"):
+        raise found[1].error
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("num_nodes", [1, 3])
+def test_scores_that_are_no_numbers_end_a_row(value, num_nodes):
+    tree = DraftTree.chain(torch.tensor([[4, 5, 6][:num_nodes]] * 2))
+    scores = torch.zeros(2, num_nodes, 9)
+    scores[1, num_nodes - 1, 3] = value
+    path = torch.arange(num_nodes).expand(2, -1)
+    accepted = Accepted(path, torch.tensor([num_nodes - 1] * 2), torch.tensor([3, 3]))
+    assert [row.finite for row in read_emitted(tree, accepted, scores)] == [True, False]
+
+
+PINNED = [7, 8296287086402770272, 7233309265121582064, 7494842645428862270]  # texts of a seed stay what they are
+CHANGES = [
+    {"logit_bias": {9: 30.0, 5: -3.0}},
+    {"banned_tokens": (30, 173)},
+    {"min_tokens": 5, "stop_tokens": (9,)},
+    {"presence_penalty": 1.5},
+    {"presence_penalty": 1.5, "logit_bias": {9: 4.0}},
+    {"grammar": "json"},
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+@pytest.mark.parametrize("draft", ["lookup", "none"])
+def test_logprobs_are_the_models_own_whatever_changes_the_choice(change, draft, folder):
+    lm = dw.load(folder, draft, dtype="float64", device="cpu")
+    prompt = [5, 9, 11, 5, 9, 11, 5]
+    made = lm.generate([prompt], max_tokens=8, logprobs=2, **change)[0]
+    plain = lm.generate([prompt], max_tokens=8)[0]
+    assert made.token_ids != plain.token_ids[: len(made.token_ids)] or "min_tokens" in change
+    for place, (token, found) in enumerate(zip(made.token_ids, made.logprobs, strict=True)):
+        logits = lm.target.score(torch.tensor([[*prompt, *made.token_ids[:place]]])).logits[0, -1]
+        wanted = logits.log_softmax(-1)
+        assert found.token == token
+        assert found.logprob == pytest.approx(float(wanted[token]))
+        assert [value for _, value in found.top] == pytest.approx(wanted.topk(2).values.tolist())
+
+
+def test_min_tokens_holds_for_stop_strings(lm):
+    whole = lm.generate([TEXTS[0]], max_tokens=12, ignore_eos=True)[0]
+    stop = next(text for text in map(lm.tokenizer.decode, ([t] for t in whole.token_ids)) if text.strip())
+    cut = lm.generate([TEXTS[0]], max_tokens=12, ignore_eos=True, stop=(stop,))[0]
+    kept = lm.generate([TEXTS[0]], max_tokens=12, ignore_eos=True, stop=(stop,), min_tokens=12)[0]
+    assert len(cut.token_ids) < 12
+    assert kept.token_ids == whole.token_ids
+
+
+def test_seeds_of_several_texts_are_pinned():
+    assert [nth_seed(7, number) for number in range(4)] == PINNED
+    assert max(PINNED) >= 2**62
+
+
+def test_a_constraint_is_advanced_on_a_copy():
+    """An interrupted step must find the state that it began with."""
+
+    class Taken:
+        def __init__(self, tokens=()):
+            self.tokens = tokens
+
+        def start(self):
+            return Taken()
+
+        def take(self, token):
+            self.tokens = (*self.tokens, token)
+
+        def fork(self):
+            return Taken(self.tokens)
+
+    request = Request(0, [5], Sampling(), constraint=Taken())
+    before = request.state()
+    request.token_ids += [3, 4]
+    assert request.state().tokens == (3, 4)
+    assert before.tokens == ()
 
 
 def test_settings_that_leave_no_number_are_named():

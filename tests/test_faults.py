@@ -12,6 +12,8 @@ import torch
 import draftwing as dw
 from conftest import SMALL, add_tokenizer, refused
 from draftwing import decode as faults
+from draftwing.budget.costs import Costs, Curve
+from draftwing.budget.planner import Planner
 from draftwing.engine import Engine
 from draftwing.errors import ConfigError, DraftwingError, DraftwingWarning, NumericsError
 from draftwing.methods.base import NoDrafter
@@ -127,6 +129,18 @@ def test_a_drafter_that_always_fails_is_given_up(name, target, expected):
     assert [each.token_ids for each in requests] == expected
     assert decoder.faults.num == faults.MAX_FAULTS
     assert decoder.drafter.name == "none"
+
+
+def test_a_budget_without_a_drafter_needs_no_planner(target):
+    planner = Planner(Costs(Curve(((1, 1.0), (64, 1.1)))), dw.Budget(9, 4, 30))
+    decoder = dw.Decoder(target, failing(target, admit=tuple(range(1, 99))), budget=dw.Budget(2), planner=planner)
+    own = Engine(decoder, max_batch=1)
+    assert decoder.largest_budget == planner.largest
+    for each in zip(PROMPTS, samplings(), strict=True):
+        own.submit(*each)
+    with pytest.warns(DraftwingWarning, match="drafting is off"):
+        own.run()
+    assert decoder.largest_budget == decoder.budget
 
 
 def test_faults_far_apart_are_not_in_a_row(target, expected):

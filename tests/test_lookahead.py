@@ -66,9 +66,10 @@ class Watched(LookaheadDrafter):
             self.seen.append((row, row.tokens[: row.length + 1], tree.num_extra_nodes, old, new))
 
 
-def said(target: LeanTarget, text: list[int], sampling: Sampling) -> int:
+def said(target: LeanTarget, text: list[int], sampling: Sampling, num_prompt: int) -> int:
     """The token after a text, by one forward of all of it."""
-    scores = target.score(torch.tensor([text])).logits[0, -1]
+    scores = target.score(torch.tensor([text])).logits[0, -1].clone()
+    scores[sorted(set(text[num_prompt:]))] -= sampling.presence_penalty
     if sampling.temperature > 0:
         scores = scores / sampling.temperature + KeyedNoise(VOCAB).at(sampling.seed, len(text))
     return int(scores.argmax())
@@ -76,13 +77,15 @@ def said(target: LeanTarget, text: list[int], sampling: Sampling) -> int:
 
 @pytest.mark.parametrize("sizes", [(4, 3, 3), (3, 5, 2), (2, 2, 2)])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_each_column_is_continued_as_its_own_text_would_be(sizes, temperature, target):
+@pytest.mark.parametrize("penalty", [0.0, 1.5])
+def test_each_column_is_continued_as_its_own_text_would_be(sizes, temperature, penalty, target):
     width, ngram, _ = sizes
     drafter = Watched(*sizes)
     decoder = Decoder(target, drafter, budget=Budget(4, 3))
     asked = {}
     for number, prompt in enumerate(PROMPTS[:2]):
-        sampling = Sampling(max_tokens=16, temperature=temperature * number, seed=4 + number, ignore_eos=True)
+        options = {"temperature": temperature * number, "seed": 4 + number, "presence_penalty": penalty}
+        sampling = Sampling(max_tokens=16, ignore_eos=True, **options)
         decoder.admit(prompt, sampling)
         asked[id(decoder.ctx.rows[-1])] = sampling
     while decoder.num_running:
@@ -104,7 +107,7 @@ def test_each_column_is_continued_as_its_own_text_would_be(sizes, temperature, t
             column = [level[place] for level in levels]
             path = [*levels[0][: place + 1], *column[1:]]
             is_run = PAD not in path and len(text) + len(path) < row.prompt_length + 16  # else past the end
-            wanted.append(said(target, [*text, *path], sampling) if is_run else PAD)
+            wanted.append(said(target, [*text, *path], sampling, row.prompt_length) if is_run else PAD)
         newest = new.levels[-1]
         assert newest == wanted
         if len(levels) == ngram - 1:

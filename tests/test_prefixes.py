@@ -316,6 +316,46 @@ def test_a_page_that_holds_more_replaces_those_that_hold_less():
     table.check()
 
 
+def new_table(num_pages):
+    table = PageTable(4, 1024)
+    made = table.cache(1, 1, 8, torch.float32, torch.device("cpu"))
+    table.allocate((num_pages + 2) * made.num_page_bytes)
+    return table, made
+
+
+def test_the_end_of_a_prefix_is_reused_before_its_beginning():
+    table, _ = new_table(3)
+    tokens = text(1, 3 * PAGE + 1)
+    table.hold(0, [3 * PAGE], 0)
+    table.prefixes.remember(tokens, table.rows[0], 3 * PAGE)
+    table.remove(0, 0)
+    for num_kept in (2, 1):
+        table.hold(0, [(3 - num_kept) * PAGE], 0)
+        found = table.prefixes.find(tokens)
+        assert (len(found.pages), found.num_slots) == (num_kept, num_kept * PAGE)
+
+
+def test_pages_of_a_loop_that_ended_are_never_found():
+    table, _ = new_table(3)
+    tokens = text(1, 2 * PAGE + 1)
+    table.hold(0, [2 * PAGE], 0)
+    table.prefixes.remember(tokens, table.rows[0], 2 * PAGE)
+    assert table.prefixes.find(tokens).num_slots
+    table.restart()
+    assert table.prefixes.find(tokens) == ([], None, 0)
+    assert len(table.prefixes) == 0
+
+
+def test_pages_that_belong_to_no_row_hold_zeros(monkeypatch):
+    """Attention reads the first one past the end of every row; new memory may hold NaN."""
+    empty = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *args: empty(*args).fill_(torch.nan))
+    _, made = new_table(3)
+    pages = made.data.unflatten(4, (-1, PAGE)).abs().sum((0, 1, 2, 3, 5, 6))
+    assert pages.isnan().tolist() == [False, True, True, True, False]
+    assert pages[[0, -1]].tolist() == [0, 0]
+
+
 def test_a_copied_page_has_the_content_of_its_source():
     table = PageTable(4, 1024)
     caches = [table.cache(2, 3, 8, torch.float32, torch.device("cpu")) for _ in range(2)]

@@ -54,6 +54,18 @@ MAKERS = {
 }
 
 
+def test_only_the_longest_match_of_several_arrays_counts():
+    long, short = (SuffixArray(join_texts(texts)) for texts in ([[1, 2, 3, 9]], [[8, 2, 3, 7], [5, 3, 6]]))
+    memory = Memory(1000)
+    for parts in ((long, short), (short, long)):
+        memory.parts = parts
+        match = memory.match([1, 2, 3], 1, 8)
+        assert match.length == 3
+        assert [follower.token for follower in memory.followers(match.place)] == [9]
+        match = memory.match([4, 2, 3], 1, 8)
+        assert sorted(follower.token for follower in memory.followers(match.place)) == [7, 9]
+
+
 # --- what they propose -----------------------------------------------------------------------------------------------
 
 

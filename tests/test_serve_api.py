@@ -538,6 +538,16 @@ def test_a_server_that_shuts_down_says_so(lm):
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
 
 
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_every_stop_string_of_a_request_counts(lm, place):
+    whole = own(lm, TEXTS[0], max_tokens=12).text
+    found = next(piece for piece in whole[1:] if not piece.isspace())
+    stops = ["\x01never"] * 4
+    stops[place] = found
+    answer = complete(app_of(lm), TEXTS[0], max_tokens=12, temperature=0, stop=stops).choices[0]
+    assert (answer.text, answer.finish_reason) == (whole[: whole.index(found)], "stop")
+
+
 def test_costs_are_reported_while_they_are_measured_and_after(folder, tmp_path):
     """A copy of the folder is a model that nobody has measured."""
     copy, heard = shutil.copytree(folder, tmp_path / "copy"), []

@@ -3,8 +3,9 @@
 Every row has its own cache. A tree is one forward with a 4D additive mask (eager attention misreads a bool mask without
 an error) and explicit positions; commit gathers the kept entries. When a model is loaded, a small tree is compared with
 the model's own forward, and once more under a window of three tokens if the model has a window. That finds
-architectures that ignore the mask or the positions, or whose state cannot be rolled back; these are decoded without
-speculation, one token at a time.
+architectures that ignore the mask or the positions. If their cache can be cropped, a tree is run path by path, each as
+a forward of the model's own; the cheapest trees are then chains. If not, they are decoded without speculation, one
+token at a time.
 
 A few decoded tokens are compared with the model's own forward as well, with and without explicit positions, and at
 lengths at which RoPE changes its frequencies (``length_rope``). A model that never matches is refused.
@@ -37,9 +38,11 @@ from draftwing.tree import PAD, Accepted, DraftTree
 CACHES = ("cache", "past_key_values", "cache_params", "state")
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+_CHAIN_LAYER_TYPES = (*_LAYER_TYPES, "chunked_attention")
 _CACHE_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")  # which hold nothing but keys and values
 _NARROW_WINDOW, _NUM_SIBLINGS = 3, 24
 _NUM_STEPS = 3  # decoded in a check
+_LONGEST_CHECK = 1024  # tokens; windows up to this are checked as they are
 _NEAR, _FAR = 4, 1 << 20  # limits of RoPE that a check crosses, and that it does not
 # Relative to the largest logit. Even a float64 model may compute its norms or its attention in float32.
 _TOLERANCES = {torch.bfloat16: 0.05, torch.float16: 0.02}
@@ -53,6 +56,7 @@ class RowCache:
 
     Attributes:
         cache: None before the first token.
+        tokens: those in it, if trees are run path by path.
         num_read: tokens in it, if it cannot be cropped; None after a forward that failed, which may have changed it.
         last: logits (1, 1, V) and features of the last token, if it cannot be cropped.
     """
@@ -60,6 +64,7 @@ class RowCache:
     cache: Any
     num_read: int | None
     last: TargetOutput | None = None
+    tokens: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -110,6 +115,7 @@ class AdapterTarget(Target):
         self._rope = length_rope.LengthRope(model)
         self._cache_name, cache = self._native_cache()
         self._rereads = self._drops_cache()
+        self._runs_paths = False
         self.reason = self._choose(cache)
         if self.reason is not None:
             warnings.warn(
@@ -214,7 +220,8 @@ class AdapterTarget(Target):
         while start < stop:
             ids = torch.tensor([row.tokens[start:end]], device=self.device)
             output = self._run(ids, state.cache, features, start, **self._prefill_options)
-            state = RowCache(getattr(output, self._cache_name), end, self._last(output, features))
+            last = self._last(output, features)
+            state = RowCache(getattr(output, self._cache_name), end, last, row.tokens[:end])
             states = _taps(output, features)
             taps += [] if states is None else [states]
             start, end = end, int(min(self._rope.end_of_forward(end), stop))
@@ -244,6 +251,8 @@ class AdapterTarget(Target):
         length, state = row.length, ctx.caches[index]
         if self._rereads and length in self._rope.switches:
             state = ctx.caches[index] = self._read(row, length + 1, features)[0]
+        if self._runs_paths:
+            return self._forward_paths(row, state, tree, index, features)
         if self.supports_trees:
             _crop(state.cache, length)  # also the entries of a step that failed
             masks = self._masks(tree.ancestors[index], tree.depths[index], length)
@@ -262,6 +271,40 @@ class AdapterTarget(Target):
         assert state.last is not None
         return state.last
 
+    def _forward_paths(
+        self, row: Row, state: RowCache, tree: DraftTree, index: int, features: FeatureSpec
+    ) -> TargetOutput:
+        """Run a tree's paths one after another; each begins with what the cache shares with it."""
+        tokens, parents = tree.tokens[index].tolist(), tree.parents[index].tolist()
+        nodes = [node for node, token in enumerate(tokens) if token != PAD]
+        logits: Tensor | None = None
+        taps: Tensor | None = None
+        done: set[int] = set()
+        for leaf in nodes:
+            if leaf in {parents[node] for node in nodes if node}:
+                continue
+            path = [leaf]
+            while path[0]:
+                path.insert(0, parents[path[0]])
+            new = [node for node in path if node not in done]
+            text = [*row.tokens[: row.length], *(tokens[node] for node in path)]
+            kept = next((i for i, (a, b) in enumerate(zip(state.tokens, text, strict=False)) if a != b), len(text))
+            kept = min(kept, len(state.tokens), len(text) - len(new))
+            _crop(state.cache, kept)
+            state.tokens = text[:kept]
+            output = self._run(torch.tensor([text[kept:]], device=self.device), state.cache, features, kept)
+            state.cache, state.tokens = getattr(output, self._cache_name), text
+            found, states = output.logits[:, -len(new) :], _taps(output, features)
+            if logits is None:
+                logits = found.new_zeros(1, len(tokens), found.shape[-1])
+                taps = None if states is None else states.new_zeros(1, len(tokens), states.shape[-1])
+            logits[:, new] = found
+            if taps is not None and states is not None:
+                taps[:, new] = states[:, -len(new) :]
+            done.update(new)
+        assert logits is not None
+        return TargetOutput(logits, taps)
+
     @torch.no_grad()
     def score(self, ids: Tensor, features: FeatureSpec = NO_FEATURES) -> TargetOutput:
         output = self._run(ids, self._new_cache(), features)
@@ -271,7 +314,7 @@ class AdapterTarget(Target):
     def commit(self, ctx: Context, tree: DraftTree, accepted: Accepted) -> None:
         """See ``Target.commit``. Each cache ends with the whole tree: keep the path."""
         ctx = own_context(ctx, AdapterContext)
-        if tree.num_nodes == 1:
+        if tree.num_nodes == 1 or self._runs_paths:  # the next step crops
             return
         for row, (length, path) in enumerate(zip(ctx.lengths, accepted.path.tolist(), strict=True)):
             kept = [length + node for node in path if node != PAD]
@@ -292,9 +335,9 @@ class AdapterTarget(Target):
         """A cache that keeps every position of every layer; None lets a recurrent model make its own."""
         if not self.supports_trees:
             return None
-        from transformers import DynamicCache
+        from transformers import DynamicCache, EncoderDecoderCache
 
-        return DynamicCache()
+        return EncoderDecoderCache(DynamicCache(), DynamicCache()) if self._has_two_caches else DynamicCache()
 
     def _run(
         self, ids: Tensor, cache: Any, features: FeatureSpec = NO_FEATURES, start: int | None = None, **options: Any
@@ -373,12 +416,17 @@ class AdapterTarget(Target):
             UnsupportedError: nothing matches.
         """
         self._positioned = self.supports_trees = True
+        self._has_two_caches = False
         with self._rope.limited_to(_FAR):
             reason = self._why_no_trees(cache)
             if reason is None and self._decoding_error() > self._tolerance:
                 reason = "its cached keys cannot be rolled back"
             if reason is None:
                 return None
+            self._runs_paths, self._has_two_caches = True, hasattr(cache, "self_attention_cache")
+            if self._can_crop(cache) and any(self._runs_paths_exactly() for self._positioned in (True, False)):
+                return None
+            self._runs_paths = self._has_two_caches = False
             self.supports_trees, errors = False, dict[bool, float]()
             for self._positioned in (True, False):
                 errors[self._positioned] = self._decoding_error()
@@ -426,10 +474,15 @@ class AdapterTarget(Target):
 
     def _error(self, logits: Tensor, ids: Sequence[int]) -> float:
         """The largest deviation from the logits after ``ids`` in the model's own forward, relative to the largest."""
-        self._rope.reset()
-        expected = self.model(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0, -1].double()
+        expected = self._logits(ids).double()
         error = float((expected - logits).abs().max() / expected.abs().max().clamp(min=1.0))
         return math.inf if math.isnan(error) else error
+
+    def _logits(self, ids: Sequence[int]) -> Tensor:
+        """(V,) the logits after ``ids`` in the model's own forward."""
+        self._rope.reset()
+        logits: Tensor = self.model(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0, -1]
+        return logits
 
     def _why_no_trees(self, cache: Any) -> str | None:
         """None if a branching tree gives the logits of the model's own forward, otherwise the reason why not."""
@@ -458,6 +511,63 @@ class AdapterTarget(Target):
             return f"it cannot run a tree mask ({type(error).__name__}: {error})"
         return None if supported else "it ignores a tree mask or explicit positions"
 
+    def _can_crop(self, cache: Any) -> bool:
+        """True if a cache holds nothing but keys and values, and RoPE does not change with the length."""
+        is_known, layers = set(self._layer_types) <= set(_CHAIN_LAYER_TYPES), _layers(cache)
+        return is_known and not self._rope and bool(layers) and all(type(x).__name__ in _CACHE_LAYERS for x in layers)
+
+    @torch.inference_mode()
+    def _runs_paths_exactly(self) -> bool:
+        """True if a tree that is run path by path is exact, also beyond every window of the model.
+
+        A window is narrowed if the model reads it from its config, and crossed if it is short.
+        """
+        config, prompt = self._config, self._tokens(12)
+        names = [
+            name
+            for name, value in vars(config).items()
+            if ("window" in name or "chunk" in name) and type(value) is int and 1 < value < self.max_length
+        ]
+        try:
+            if not self._is_path_exact(4):
+                return False
+            for name in names:
+                value, whole = getattr(config, name), self._logits(prompt)
+                setattr(config, name, _NARROW_WINDOW)
+                try:
+                    is_read = not torch.equal(self._logits(prompt), whole)
+                    if is_read and not all(self._is_path_exact(length) for length in range(3, 9)):
+                        return False
+                finally:
+                    setattr(config, name, value)
+                if value + 8 <= min(_LONGEST_CHECK, self.max_length):
+                    is_read = True
+                    if not all(self._is_path_exact(value + more) for more in (-2, 3)):
+                        return False
+                if not is_read:
+                    return False
+        except Exception:  # an unknown model may raise anything
+            return False
+        return True
+
+    @torch.inference_mode()
+    def _is_path_exact(self, num_prompt: int) -> bool:
+        """Compare two steps with the model's own forward; the path that the first one accepts is not its last."""
+        ids, ctx = self._tokens(num_prompt + 6), self.new_context()
+        prompt, (one, two, three, *more) = ids[:num_prompt], ids[num_prompt:]
+        self.prefill(ctx, prompt)
+        tree = DraftTree.from_lists([[prompt[-1], one, two, three]], [[-1, 0, 1, 0]], self.device)
+        logits = self.forward(ctx, tree).logits[0]
+        errors = [
+            self._error(logits[node], [*prompt, *path]) for node, path in enumerate(([], [one], [one, two], [three]))
+        ]
+        row = ctx.rows[0]
+        row.tokens += [one, two]
+        row.length = len(row.tokens) - 1
+        logits = self.forward(ctx, DraftTree.chain(torch.tensor([[two, *more]], device=self.device))).logits[0]
+        errors += [self._error(logits[node], [*row.tokens, *more[:node]]) for node in range(len(more) + 1)]
+        return max(errors) <= self._tolerance
+
     @torch.inference_mode()
     def is_tree_exact(self) -> bool:
         """True if the nodes of a tree have the logits of their paths in the model's own forward.
@@ -476,9 +586,15 @@ class AdapterTarget(Target):
         return max(errors) <= self._tolerance
 
 
+def _layers(cache: Any) -> Sequence[Any]:
+    """Return the layers of a cache; of an encoder-decoder's, those of the decoder's own tokens."""
+    layers: Sequence[Any] = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
+    return layers
+
+
 def _crop(cache: Any, length: int) -> None:
     """Keep the first ``length`` entries of every layer."""
-    for layer in cache.layers:
+    for layer in _layers(cache):
         if layer.keys is not None and layer.keys.shape[2] > length:
             layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
 

@@ -193,6 +193,23 @@ class Tokenizer:
         except Exception as error:  # jinja errors, and whatever the template itself raises
             raise TokenizerError(f"the chat template refuses these messages: {error}") from error
 
+    def template_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages with their content in the form that the chat template reads: text, or parts of type text."""
+        prepared = [dict(message) for message in messages]
+        if self.has_chat_template and self._template_reads_parts:
+            for message in prepared:
+                if isinstance(message.get("content"), str):
+                    message["content"] = [{"type": "text", "text": message["content"]}]
+        return prepared
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """Return the text of a dialogue through the chat template; ``variables`` are the template's.
+
+        Raises:
+            TokenizerError: there is no chat template, or it refuses the messages.
+        """
+        return self._render(self.template_messages(messages), **variables)
+
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """Return the ids of a dialogue through the chat template, ready for the assistant's turn.
 
@@ -211,11 +228,7 @@ class Tokenizer:
         if is_open:
             dialogue[-1]["content"] += _MARK
             variables = {**variables, "add_generation_prompt": False}
-        if self.has_chat_template and self._template_reads_parts:
-            for message in dialogue:
-                if isinstance(message.get("content"), str):
-                    message["content"] = [{"type": "text", "text": message["content"]}]
-        text = self._render(dialogue, **variables)
+        text = self.render_chat(dialogue, **variables)
         if is_open:
             text, mark, _ = text.rpartition(_MARK)
             if not mark:

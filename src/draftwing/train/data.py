@@ -284,6 +284,8 @@ class DialogueEncoder:
 
     def __init__(self, tokenizer: Tokenizer, max_length: int, settings: Mapping[str, Any] = FIXED_SETTINGS) -> None:
         self._tokenizer, self._max_length, self._settings = tokenizer, max_length, dict(settings)
+        if tokenizer.has_chat_template:
+            _ = tokenizer.pretrained  # one that cannot be loaded is no fault of a dialogue
         self.bare = bare_tokenizer(tokenizer)
         inner, whole = self.bare.encode("a").ids, tokenizer.encode("a")
         start = next((i for i in range(len(whole)) if whole[i : i + len(inner)] == inner), 0)
@@ -339,11 +341,9 @@ class DialogueEncoder:
         messages = messages[: turns[-1] + 1]  # nothing is learnt from later turns
         try:
             located = self._find_turns(messages, turns) or self._by_prefix(messages, [len(messages) - 1])
-        except TokenizerError:  # not of this dialogue
-            raise
         except Exception as error:  # errors of jinja, and those that the template raises
             self.skipped["refused by the chat template"] += 1
-            self.refusal = self.refusal or str(error)
+            self.refusal = self.refusal or str(error.__cause__ or error)
             return None
         if located is None:
             self.skipped["unclear turns"] += 1
@@ -387,7 +387,7 @@ class DialogueEncoder:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         rendered: Any = render_jinja_template(
-            conversations=[list(messages)],
+            conversations=[self._tokenizer.template_messages(messages)],
             chat_template=template,
             return_assistant_tokens_mask=True,
             add_generation_prompt=ready,
@@ -397,10 +397,7 @@ class DialogueEncoder:
         return (text, spans) if spans else None
 
     def _render(self, messages: Sequence[Message], *, ready: bool = False) -> str:
-        rendered = self._tokenizer.pretrained.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=ready, **self._settings
-        )
-        return str(rendered)
+        return self._tokenizer.render_chat(messages, add_generation_prompt=ready, **self._settings)
 
     def _mark(self, encoding: Encoding, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
         """Return ids and mask: a token counts if all of its characters lie in one span."""
