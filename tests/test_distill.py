@@ -273,7 +273,7 @@ def trained(target, data, tmp_path_factory) -> Path:
     """The folder of a draft model that has learnt its target's text."""
     AcceleratorState._reset_state(True)
     out = tmp_path_factory.mktemp("trained")
-    run = session(target, data, out, iterations=16, lr=1e-2, eval_every=8)
+    run = session(target, data, out, iterations=10, lr=1e-2, eval_every=5)
     run.run()
     assert run.collect_held_out(1) is not None
     judged = [line for line in metrics_of(out) if "tau" in line]

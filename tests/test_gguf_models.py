@@ -76,8 +76,7 @@ def test_a_file_is_its_expansion(kind, file_of, without_tiles):
         assert "float32 expanded from Q5_0" in own.runs_as
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", ["Q4_1", "mixed"])
+@pytest.mark.parametrize(("kind", "temperature"), [("Q4_1", 1.0), ("mixed", 0.0)])
 def test_texts_of_a_file(kind, temperature, file_of, tmp_path):
     """Drafted by itself in 8 bits, by lookup, not at all, and out of the imported float32 folder: one text."""
     file, options = file_of(kind), {"temperature": temperature, "seed": 3, "max_tokens": 24, "ignore_eos": True}
