@@ -512,9 +512,9 @@ def shell(command, *args):
 
 
 def test_arguments_that_are_not_utf_8():
-    done = shell('draftwing info -t "$1"', b"/nowhere/\xe9")
+    done = shell('draftwing models fetch "$1"', b"caf\xe9")
     assert done.returncode == 2
-    assert done.stderr.startswith(b"error: ")
+    assert done.stderr.startswith(b"error: caf")
     assert done.stderr.count(b"\n") == 1
 
 

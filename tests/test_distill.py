@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from accelerate.state import AcceleratorState
 
 from conftest import add_tokenizer, build, float64_norms, refused
 from draftwing.errors import CheckpointError, ConfigError, TokenizerError, UnsupportedError
+from draftwing.lab.forecast import collect
 from draftwing.loading import load, load_target
 from draftwing.methods.base import Budget
 from draftwing.methods.causal_lm import read_causal_lm
@@ -273,9 +275,11 @@ def trained(target, data, tmp_path_factory) -> Path:
     """The folder of a draft model that has learnt its target's text."""
     AcceleratorState._reset_state(True)
     out = tmp_path_factory.mktemp("trained")
-    run = session(target, data, out, iterations=16, lr=1e-2, eval_every=8)
+    run = session(target, data, out, iterations=10, lr=1e-2, eval_every=5)
     run.run()
-    assert run.collect_held_out(1) is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("draftwing.train.session.collect", partial(collect, num_tokens=8))
+        assert run.collect_held_out(1) is not None
     judged = [line for line in metrics_of(out) if "tau" in line]
     assert judged[-1]["val_loss"] < judged[0]["val_loss"] < metrics_of(out)[0]["loss"]
     return out / "head"

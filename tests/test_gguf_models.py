@@ -76,10 +76,16 @@ def test_a_file_is_its_expansion(kind, file_of, without_tiles):
         assert "float32 expanded from Q5_0" in own.runs_as
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
-    ("kind", "arithmetic"),
-    [("Q4_1", "float32"), ("mixed", "float32"), *((kind, "int8") for kind in ("Q4_1", "Q4_K", "Q8_0", "mixed"))],
+    ("kind", "arithmetic", "temperature"),
+    [
+        ("Q4_1", "float32", 1.0),
+        ("mixed", "float32", 0.0),
+        *(("Q4_1", "int8", temperature) for temperature in (0.0, 1.0)),
+        ("Q4_K", "int8", 1.0),
+        ("Q8_0", "int8", 0.0),
+        ("mixed", "int8", 1.0),
+    ],
 )
 def test_texts_of_a_file(kind, arithmetic, temperature, file_of, tmp_path):
     """Drafted by itself in 8 bits, by lookup, not at all, in float32 out of the imported float32 folder: one text."""

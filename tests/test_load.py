@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Iterator
-from itertools import product
 
 import numpy as np
 import pytest
@@ -59,7 +58,8 @@ def readable(model):
 def test_a_batch_is_its_prompts_one_by_one(temperature, lm):
     options = {"temperature": temperature, "max_tokens": 20, "seed": 4}
     alone = [lm().generate(prompt, **options)[0] for prompt in PROMPTS]
-    for draft, max_batch in product(DRAFTS, (2, 8)):
+    for number, draft in enumerate(DRAFTS):
+        max_batch = (2, 8)[(number + int(temperature)) % 2]
         together = lm(draft).generate(PROMPTS, max_batch=max_batch, **options)
         for one, other in zip(alone, together, strict=True):
             for name in ("token_ids", "text", "finish_reason", "prompt_ids"):

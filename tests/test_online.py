@@ -148,7 +148,7 @@ def test_a_head_that_starts_wrong_gets_better(prepack, folder_of):
     learner = drafter.learner
     assert learner.serving.runs.name == ("kernel" if prepack else "torch")
     before = write(target, drafter, 1)
-    write(target, drafter, 12)
+    write(target, drafter, 8)
     after = write(target, drafter, 1)
     assert before.tau < 1.5
     assert after.tau > before.tau + 1
