@@ -11,6 +11,7 @@ import torch
 import draftwing as dw
 from conftest import SMALL, add_tokenizer, refused
 from draftwing import decode, engine, request
+from draftwing.accept import get_rule
 from draftwing.engine import Engine
 from draftwing.errors import ConfigError, NumericsError, PromptError
 from draftwing.methods.base import NoDrafter
@@ -20,9 +21,10 @@ from draftwing.methods.lookup import LookupDrafter
 from draftwing.methods.net_drafter import EagleDrafter
 from draftwing.models.config import ModelConfig, read_config
 from draftwing.models.lean import LeanTarget
+from draftwing.noise import KeyedNoise
 from draftwing.readout import explain, read_emitted
 from draftwing.request import Request
-from draftwing.sampling import Sampling
+from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.sampling_options import nth_seed
 from draftwing.stats import Stats
 from draftwing.tree import Accepted, DraftTree
@@ -246,6 +248,17 @@ def test_a_row_with_nan_fails_alone_under_a_classic_rule(folder, rule):
     assert found[0].text == alone.text
     with refused(NumericsError, "request 1", "hold NaN"):
         raise found[1].error
+
+
+@pytest.mark.parametrize("rule", ["speculative", "multi-round", "block"])
+def test_a_single_nan_ends_a_row_under_a_classic_rule(rule):
+    scores = torch.zeros(1, 1, VOCAB)
+    scores[0, 0, 5] = math.nan
+    tree = DraftTree.chain(torch.tensor([[4]]))
+    for seed in range(4):
+        sampling = SamplingBatch([Sampling(temperature=1.0, seed=seed)], KeyedNoise(VOCAB))
+        accepted = get_rule(rule).apply(tree, scores, sampling, [3])
+        assert not read_emitted(tree, accepted, scores)[0].finite
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
