@@ -406,7 +406,7 @@ def test_a_pasted_text_is_one_question_and_tab_completes(target):
         opened.type("/draft no\t\n")
         opened.until("drafts by none: same text[^>]*> ")
         opened.type("/stats\n")
-        told = opened.until("temperature [^\n]*seed")
+        told = opened.until("temperature [^\n]*seed[^>]*> ")
         assert "dialogue, none: 3 tokens" in told
         opened.type("\x04")
         assert opened.process.wait(PATIENCE) == 0

@@ -85,7 +85,7 @@ def test_a_run_on_a_target_that_is_stretched(draft, tmp_path, monkeypatch):
         assert 1 <= each["tau"] <= 3
         assert min(each["plain_s"] + each["draft_s"]) > 0
     assert [(line["view"], line["rows"]) for line in found["inflections"]] == [(80, 1), (80, 2)]
-    assert found["costs"]["80"]["per_token_of"]["knots"]
+    assert found["costs"].keys() == {"80"}
 
 
 def test_invalid_arguments():
