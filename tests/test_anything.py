@@ -39,7 +39,7 @@ settings.load_profile("anything")
 
 
 def examples(count: int) -> settings:
-    """So many, and five times as many in ``make test-all``."""
+    """This number of examples, and five times as many in ``make test-all``."""
     return settings(max_examples=5 * count if conftest.runs_full else count)
 
 

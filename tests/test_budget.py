@@ -457,7 +457,7 @@ class World:
         return self.tokens / self.seconds * self.slow / best
 
 
-FEW = ((MEMORY, 0.3), (FOUR_BIT, 0.8))  # of the other machines; INT8 meets every rate
+FEW = ((MEMORY, 0.3), (FOUR_BIT, 0.8))  # rates of the other machines; INT8 meets every rate
 
 
 def mean_share(costs, rates, steps, claims=None, believed=None, rows=1, new_requests=False, slow=(1.0,)) -> float:

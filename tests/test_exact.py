@@ -60,7 +60,7 @@ from pairwise import cover, groups_of
 
 VOCAB = SMALL["vocab_size"]
 MAX_TOKENS = 24
-UPDATES, LR = 10, 2e-2  # of the nets that are trained here
+UPDATES, LR = 10, 2e-2  # for the nets that are trained here
 # The longest is longer than the window of mistral-window, the shortest leaves nothing to prefill.
 PROMPTS = ((9,), (4, *range(3, 23)), (3, 8, 12, 5, 8, 12))
 KERNEL = {
@@ -401,7 +401,7 @@ EVERYWHERE = (
 )
 OWN = tuple(name for name, case in DRAFTERS.items() if case.is_own)
 ELSEWHERE = tuple(name for name in DRAFTERS if name not in (*EVERYWHERE, *VARIANTS, *OWN))
-# Of each kind one that drafts for a target of transformers too.
+# One drafter of each kind that also drafts for a transformers target.
 STRANGERS = ("lm-rule", "eagle1-chain", "eagle3-dynamic", "medusa-dynamic", "mtp-dynamic", "lookup-tree", "lm+lookup")
 WEIGHED = (
     "lm-chain",
@@ -424,7 +424,7 @@ CLASSIC = {
 }
 
 
-# Of each net: its class, its config, the number of tokens that it drafts or None for all, and its loss.
+# Each net's class, config, number of draft tokens (None for all), and loss.
 
 
 def new_eagle(lab: Lab, version: int, changes: tuple[tuple[str, object], ...]):
@@ -450,7 +450,7 @@ def new_block(lab: Lab, kind: str, num_draft: int | None, settings: tuple[tuple[
 
 
 def new_adapter(lab: Lab):
-    """Of Kangaroo, behind two layers."""
+    """Kangaroo's net, after two layers."""
     return KangarooNet, KangarooConfig.for_target(lab.shape, (2,)), None, partial(AlignedLoss, num_steps=1)
 
 

@@ -32,7 +32,7 @@ def test_what_is_covered_is_small():
 
 
 def test_the_exactness_suite_leaves_no_pair_out():
-    """Of (drafter, family, sampling, batch): variants of a drafter meet two values of each, the others few families."""
+    """(drafter, family, sampling, batch): variants of a drafter meet two values of each, the others few families."""
     factors, chosen = test_exact.FACTORS, set(test_exact.CHOSEN)
     assert chosen <= set(product(*factors.values()))
 

@@ -51,7 +51,7 @@ def loop_of(target):
 
 
 def measure(target, maker, rounds=2, **named) -> Costs:
-    """All that is measured in so many rounds, however long they take."""
+    """Everything that is measured in this number of rounds, however long they take."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(profile, "CONFIG", replace(CONFIG, rounds=rounds))
         return profile.measure(target, maker, loop_of(target), math.inf, **named)
@@ -408,7 +408,7 @@ def test_no_request_waits_longer_than_half_a_second_for_its_costs(step, target, 
     assert len(heard) == 2
     assert heard[1].startswith("costs measured in 0.")
     decode_with_meter(target, script.drafter, heard)
-    assert len(heard) == 2 + (step > 0.1)  # what could not be measured is not kept
+    assert len(heard) == 2 + (step > 0.1)  # costs that could not be measured are not kept
 
 
 def test_what_was_begun_is_completed_next_to_decoding(target, monkeypatch, tmp_path):

@@ -29,18 +29,17 @@ _COLUMNS = 1024  # channels of a program of ``silu_mul``
 
 def is_usable(x: Tensor) -> bool:
     """True if the kernels take such a tensor; they have no gradients."""
-    if triton is None or torch.is_grad_enabled():
-        return False
-    return _runs_on(x.device) and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return not torch.is_grad_enabled() and _take(x.device, x.dtype)
 
 
 def attends(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """True if the kernels can attend over slots of this kind."""
-    is_known = triton is not None and dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return is_known and _runs_on(device) and 16 <= head_dim <= 256 and head_dim & (head_dim - 1) == 0
+    return _take(device, dtype) and 16 <= head_dim <= 256 and head_dim & (head_dim - 1) == 0
 
 
-def _runs_on(device: torch.device) -> bool:
+def _take(device: torch.device, dtype: torch.dtype) -> bool:
+    if triton is None or dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return False
     return device.type == "cuda" or bool(triton.knobs.runtime.interpret)
 
 
