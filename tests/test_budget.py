@@ -17,7 +17,7 @@ from draftwing.accept import RULES, get_rule
 from draftwing.budget import acceptance as accepting
 from draftwing.budget.acceptance import Acceptance, Ranks
 from draftwing.budget.config import CONFIG
-from draftwing.budget.costs import Costs, Curve
+from draftwing.budget.costs import TYPICAL, Costs, Curve
 from draftwing.budget.planner import Planner
 from draftwing.decode import Decoder
 from draftwing.methods.base import Budget, Drafter, NoDrafter
@@ -174,7 +174,7 @@ class Arms:
             arm = 3 if budget.rule is not None else budget.depth
             tree = replace(DraftTree.root(torch.zeros(1, dtype=torch.int64)), num_draft_forwards=float(arm))
             seconds = (1 + self.noise * self.rng.random()) / self.speeds[arm]
-            self.planner.observe(tree, taken(tree, [0]), 1, seconds)
+            self.planner.observe(tree, taken(tree, [0]), 1, seconds, 0.0)
             played.append(arm)
         return played
 
@@ -290,10 +290,18 @@ def taken(tree: DraftTree, *paths: list[int]) -> Accepted:
     return Accepted(path, (path != PAD).sum(1) - 1, torch.zeros(len(paths), dtype=torch.int64))
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_rule_holds_the_measured_costs(rows):
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_rule_holds_the_assumed_costs(rows):
     costs = replace(INT8, per_row=0.1, draft_per_row=0.5)
-    rule = Planner(costs, TREE).rule(rows)
+    planner, root, budget = (
+        Planner(costs, TREE, chains=()),
+        DraftTree.root(torch.zeros(1, dtype=torch.int64)),
+        Budget(0),
+    )
+    while budget.rule is None:  # the first steps are the baseline's
+        budget = planner.budget(context(rows), "keyed")
+        planner.observe(root, taken(root, [0]), rows, costs.verify_seconds(1, rows), 0.0)
+    rule = budget.rule
     assert (len(rule.gains), len(rule.verify)) == (14, 66)
     assert rule.verify[1:] == pytest.approx([costs.verify_seconds(nodes, rows) for nodes in range(1, 66)])
     assert rule.worth == pytest.approx(costs.verify_seconds(1, rows) / rows)
@@ -308,7 +316,7 @@ def test_costs_follow_the_machines_pace():
     planner, root = Planner(INT8, TREE), DraftTree.root(torch.zeros(1, dtype=torch.int64))
     for _ in range(50):
         planner.budget(context(), "keyed")
-        planner.observe(root, taken(root, [0]), 1, 3.0)  # three times as slow as measured
+        planner.observe(root, taken(root, [0]), 1, 3.0, 0.0)  # three times as slow as measured
     rule = planner.rule(1)
     assert rule.verify[8] == pytest.approx(3 * INT8.verify_seconds(8), rel=0.02)
     assert rule.costs[0] == pytest.approx(3 * (INT8.draft_seconds(2) - INT8.draft_seconds(1)), rel=0.02)
@@ -322,7 +330,7 @@ def test_tokens_that_come_faster_are_worth_less():
         for _ in range(60):
             budget = planner.budget(ctx, "keyed")
             tree = DraftTree.chain(torch.zeros(1, 1 + 4 * bool(budget.depth), dtype=torch.int64))
-            planner.observe(tree, taken(tree, [0]), tokens if budget.depth else 1, 0.3 + 1.2)
+            planner.observe(tree, taken(tree, [0]), tokens if budget.depth else 1, 0.3 + 1.2, 0.3)
         worths.append(planner.rule(1).worth)
     assert worths == sorted(worths, reverse=True)
     assert worths[-1] == pytest.approx(1.5 / 6, rel=0.1)
@@ -334,7 +342,7 @@ def test_arms_are_budgets(children):
     for _ in range(30):
         budget = planner.budget(ctx, children)
         tree = DraftTree.root(torch.zeros(1, dtype=torch.int64))
-        planner.observe(tree, taken(tree, [0]), 1, 1.0)
+        planner.observe(tree, taken(tree, [0]), 1, 1.0, 0.0)
         seen.append((budget.depth, budget.width, budget.nodes, budget.rule is not None))
         assert budget.children == children
     assert {(0, 1, None, False), (1, 1, None, False), (2, 1, None, False), (14, 4, 63, True)} == set(seen)
@@ -348,7 +356,7 @@ def test_a_node_limit_holds_for_every_arm(grown, most):
         budget = planner.budget(ctx, "keyed", most)
         assert (budget.nodes or budget.depth * budget.width) <= most
         tree = DraftTree.root(torch.zeros(1, dtype=torch.int64))
-        planner.observe(tree, taken(tree, [0]), 1, 1.0)
+        planner.observe(tree, taken(tree, [0]), 1, 1.0, 0.0)
 
 
 def test_a_fixed_shape_has_the_highest_expected_speed():
@@ -359,7 +367,7 @@ def test_a_fixed_shape_has_the_highest_expected_speed():
             budget = planner.budget(ctx, "sampled")
             tree = DraftTree.chain(torch.zeros(1, 1 + budget.depth, dtype=torch.int64))
             hits = [0, *range(1, 1 + int(budget.depth * rate))]
-            planner.observe(tree, taken(tree, hits), len(hits), 0.01 + 1.0)
+            planner.observe(tree, taken(tree, hits), len(hits), 0.01 + 1.0, 0.01)
             if budget.depth:
                 shapes.append(budget)
         assert all(shape.rule is None for shape in shapes)
@@ -377,12 +385,12 @@ def test_planners_suit_rule_drafter_and_device():
         ("match", light, True, TREE, True),
         ("block", light, True, Budget(14), False),
     ):
-        planner = Planner.for_drafter(INT8, get_rule(rule), drafter, on_cpu=on_cpu)
+        planner = Planner.for_drafter(get_rule(rule), drafter, on_cpu=on_cpu)
         assert planner.largest == most, (rule, on_cpu)
         budgets, ctx, root = [], context(), DraftTree.root(torch.zeros(1, dtype=torch.int64))
         for _ in range(30):
             budgets.append(planner.budget(ctx, get_rule(rule).children))
-            planner.observe(root, taken(root, [0]), 1, 1.0)
+            planner.observe(root, taken(root, [0]), 1, 1.0, 0.0)
         assert any(budget.rule is not None for budget in budgets) is grows
         if RULES[rule].chain_only:
             assert all(budget.is_chain for budget in budgets)
@@ -440,7 +448,7 @@ class World:
         verify = self.costs.verify_seconds(tree.num_nodes, self.rows, 0)
         noise = self.slow * (1 + abs(self.noise.gauss(0, 0.15))) * (3 if self.noise.random() < 0.01 else 1)
         tokens = int(accepted.num.sum()) + self.rows
-        self.planner.observe(tree, accepted, tokens, draft * noise + verify * noise)
+        self.planner.observe(tree, accepted, tokens, (draft + verify) * noise, draft * noise)
         self.tokens, self.seconds = self.tokens + tokens, self.seconds + (draft + verify) * self.slow
         self.drafted.append(levels > 0)
 
@@ -460,10 +468,11 @@ class World:
 FEW = ((MEMORY, 0.3), (FOUR_BIT, 0.8))  # rates of the other machines; INT8 meets every rate
 
 
-def mean_share(costs, rates, steps, claims=None, believed=None, rows=1, new_requests=False, slow=(1.0,)) -> float:
+def mean_share(costs, rates, steps, claims=None, believed=TYPICAL, rows=1, new_requests=False, slow=(1.0,)) -> float:
+    """By default the planner knows nothing of the world's costs."""
     shares = []
     for seed in range(3):
-        world = World(Planner(believed or costs, TREE), costs, claims or max(rates[0], 0.05), seed, rows)
+        world = World(Planner(believed, TREE), costs, claims or max(rates[0], 0.05), seed, rows)
         for number, rate in enumerate(rates):
             world.rate, world.slow = rate, slow[number % len(slow)]
             world.ctx = context(rows) if new_requests else world.ctx
@@ -591,13 +600,13 @@ def test_short_requests_without_a_gain_pay_little_for_trying(costs, rate, claims
 
 
 def test_short_requests_with_a_gain_get_it():
-    for costs, gain in ((MEMORY, 1.9), (INT8, 1.3), (FOUR_BIT, 1.05)):
+    for costs, gain in ((MEMORY, 1.9), (INT8, 1.25), (FOUR_BIT, 1.0)):
         assert np.mean([short_requests(costs, 0.8, 0.7, seed) for seed in range(3)]) > gain
 
 
 def short_requests(costs: Costs, rate: float, claims: float, seed: int) -> float:
     """Decode three requests of 32 tokens; return the speed relative to the baseline."""
-    world, tokens, seconds = World(Planner(costs, TREE), costs, claims, seed), 0.0, 0.0
+    world, tokens, seconds = World(Planner(TYPICAL, TREE), costs, claims, seed), 0.0, 0.0
     world.rate = rate
     for _ in range(3):
         world.ctx, world.tokens, world.seconds = context(), 0.0, 0.0
@@ -663,7 +672,7 @@ CHURN = {"rows": (0, 1, 2, 1, 0), "joins": (0, 0, 2, 3, 5), "leaves": {0: 2, 2: 
 def decode_with(monkeypatch, planner: Planner, *args, **named):
     """``test_exact.run``, with a planner that sees every step take a millisecond."""
     observe = planner.observe
-    monkeypatch.setattr(planner, "observe", lambda *step: observe(*step[:-1], 0.001))
+    monkeypatch.setattr(planner, "observe", lambda *step: observe(*step[:-2], 0.001, 0.0))
     monkeypatch.setattr(test_exact, "Decoder", partial(Decoder, planner=planner))
     try:
         return run(*args, **named)
@@ -720,7 +729,7 @@ def test_classic_rules_keep_the_law_with_a_planner(rule, maker, lab, monkeypatch
     """At T = 0 the law is one text. No tree is shaped by what was drawn for it."""
     here, classic = lab("llama"), get_rule(rule)
     made = MAKERS[maker](here)
-    usual = Planner.for_drafter(COSTS, classic, made, on_cpu=True)
+    usual = Planner.for_drafter(classic, made, on_cpu=True, costs=COSTS)
     for planner in (usual, Dice(COSTS, None, shapes=(Budget(3),))):
         requests = [here.request("greedy", row) for row in range(3)]
         texts, stats = decode_with(

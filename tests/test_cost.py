@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from fractions import Fraction
@@ -11,7 +10,8 @@ from itertools import pairwise, product
 import pytest
 
 from conftest import refused
-from draftwing.budget.costs import Costs, Curve
+from draftwing.budget.config import CONFIG
+from draftwing.budget.costs import TYPICAL, Costs, Curve, LearnedCosts
 from draftwing.errors import ConfigError
 from draftwing.lab.forecast import (
     best_gamma,
@@ -275,65 +275,90 @@ def test_inflection_at_once_and_never():
     assert 0 < inflection_length(steep, 0.9, 1) < math.inf
 
 
-# --- to and from JSON ------------------------------------------------------------------------------------------------
+# --- learned costs ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("costs", [COSTS, Costs(Curve(((1, 0.5),)))], ids=["all", "least"])
-def test_costs_come_back_from_json(costs):
-    assert Costs.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
+def learned(verify, draft, rows=1, steps=60, baseline=1.0, noise=0.0) -> LearnedCosts:
+    """Costs learned from small trees and chains of a machine whose costs are other than typical ones."""
+    costs, rng = LearnedCosts(TYPICAL, rows), random.Random(0)
+    costs.baseline = baseline
+    for step in range(steps):
+        nodes, levels = ((2, 1), (3, 2), (6, 3), (9, 4))[step % 4]
+        slow = 1 + noise * rng.random()
+        costs.observe(nodes, levels, (verify(nodes) + draft(levels)) * slow, draft(levels) * slow)
+    return costs
 
 
-VALUES = COSTS.to_dict()
-MALFORMED = [None, [], 3, "costs"] + [
-    {**VALUES, name: value}
-    for name, value in (
-        ("verify", None),
-        ("verify", {"knots": []}),
-        ("chain", {"knots": [[1, "a"]]}),
-        ("tree", {"knots": [[1, 2, 3]]}),
-        ("tree", {}),
-        ("width", "wide"),
-        ("per_token", None),
-        ("per_row", [0.0]),
-        ("draft_per_row", "x"),
-        ("context", {}),
-    )
-]
+@pytest.mark.parametrize("rows", [1, 8])
+def test_costs_are_typical_until_steps_are_observed(rows):
+    costs = LearnedCosts(TYPICAL, rows)
+    assert costs.baseline == TYPICAL.verify_seconds(1, rows)
+    for pace in (1.0, 0.005):  # seconds of a baseline step
+        costs.baseline = pace
+        for nodes in (1, 2, 7, 33, 90):
+            share = TYPICAL.verify_seconds(nodes, rows) / TYPICAL.verify_seconds(1, rows)
+            assert costs.verify_seconds(nodes) == pytest.approx(pace * share)
+        for depth, width in ((1, 1), (5, 1), (3, 4)):
+            share = TYPICAL.draft_seconds(depth, width, rows) / TYPICAL.verify_seconds(1, rows)
+            assert costs.draft_seconds(depth, width) == pytest.approx(pace * share)
+        assert costs.draft_seconds(0) == 0.0
 
 
-def curve(*knots):
-    return {"knots": knots}
+@pytest.mark.parametrize("pace", [1.0, 0.01])
+@pytest.mark.parametrize("factor", [0.1, 1.0, 4.0])
+def test_costs_come_to_those_of_the_machine(factor, pace):
+    """Also those of larger trees than any that was observed."""
+
+    def verify(nodes: int) -> float:
+        return pace * (1.02 + factor * (TYPICAL.verify(nodes) - 1))
+
+    def draft(levels: int) -> float:
+        return pace * (0.01 + factor * TYPICAL.chain(levels))
+
+    costs = learned(verify, draft, baseline=pace)
+    for nodes in (2, 4, 8, 32):
+        assert costs.verify_seconds(nodes) == pytest.approx(verify(nodes), rel=0.1)
+    for levels in (1, 4, 8):
+        assert costs.draft_seconds(levels) == pytest.approx(draft(levels), abs=0.05 * pace)
+    assert costs.draft_seconds(4, 4) > costs.draft_seconds(4)
+    assert costs.verify_seconds(1) == pace
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"verify": curve((1, 0.0), (2, 1.0))},
-        {"verify": curve((1, 1.0), (1, 2.0))},
-        {"verify": curve((2, 1.0), (1, 2.0))},
-        {"verify": curve((1, 2.0), (2, 1.0))},
-        {"verify": curve((-1, 1.0))},
-        {"chain": curve((1, 1.0), (2, math.inf))},
-        {"tree": curve((1, math.nan))},
-        {"per_token_of": curve((0, 1e300))},
-        {"width": 0},
-        {"width": 10**400},
-        {"context": math.inf},
-        {"busy": math.nan},
-        {"per_row": -1.0},
-        {"per_token": 1e300},
-    ],
-    ids=str,
-)
-def test_absurd_costs_are_refused(change):
-    with pytest.raises(ConfigError, match="invalid measured costs"):
-        Costs.from_dict({**VALUES, **change})
+def test_a_few_steps_change_costs_by_much():
+    """Four-bit weights: a second row takes .3 of a step, five times the typical share."""
+    costs = learned(lambda nodes: 1 + 0.3 * (nodes - 1), lambda levels: 0.2 * levels, steps=4)
+    assert costs.verify_seconds(6) == pytest.approx(2.5, rel=0.2)
+    assert costs.draft_seconds(4) == pytest.approx(0.8, rel=0.3)
 
 
-def test_malformed_costs_are_refused():
-    for values in MALFORMED:
-        with refused(ConfigError, "invalid measured costs", "measure again"):
-            Costs.from_dict(values)
-    for name in VALUES:
-        with refused(ConfigError, "invalid measured costs", name, "measure again"):
-            Costs.from_dict({key: value for key, value in VALUES.items() if key != name})
+def test_interrupted_steps_change_little():
+    costs = learned(TYPICAL.verify, TYPICAL.chain)
+    before = costs.verify_seconds(6), costs.draft_seconds(3)
+    costs.observe(6, 3, 500.0, 250.0)
+    for _ in range(4):
+        costs.observe(6, 3, TYPICAL.verify(6) + TYPICAL.chain(3), TYPICAL.chain(3))
+    assert (costs.verify_seconds(6), costs.draft_seconds(3)) == pytest.approx(before, rel=0.2)
+
+
+def test_learned_costs_follow_the_machine():
+    costs = learned(TYPICAL.verify, TYPICAL.chain, steps=200)
+    for _ in range(300):
+        costs.observe(6, 3, 3.0 + 1.0, 1.0)
+    assert costs.verify_seconds(6) == pytest.approx(3.0, rel=0.05)
+    assert costs.draft_seconds(3) == pytest.approx(1.0, rel=0.05)
+
+
+def test_learned_costs_are_never_negative():
+    costs = learned(lambda nodes: 0.5, lambda levels: 0.0)
+    assert min(costs.verify_seconds(nodes) for nodes in range(1, 70)) >= costs.baseline
+    assert min(costs.draft_seconds(depth, width) for depth in range(9) for width in (1, 4)) >= 0
+
+
+def test_observed_costs_are_shown_at_the_measured_sizes():
+    costs = learned(lambda nodes: 1 + 0.3 * (nodes - 1), lambda levels: 0.2 * levels)
+    shown = costs.knots
+    assert [count for count, _ in shown.verify.knots] == list(CONFIG.nodes)
+    assert all(seconds == costs.verify_seconds(count) for count, seconds in shown.verify.knots)
+    assert all(seconds == costs.draft_seconds(depth) for depth, seconds in shown.chain.knots)
+    assert all(seconds == costs.draft_seconds(depth, shown.width) for depth, seconds in shown.tree.knots)
+    assert not LearnedCosts(TYPICAL.of_target, 1).knots.chain.knots

@@ -1,11 +1,9 @@
-"""What is measured, by a clock that a script drives; and what is kept of it for the next time."""
+"""What is measured, by a clock that a script drives."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-import random
 import time
 from collections import Counter
 from dataclasses import replace
@@ -18,10 +16,9 @@ from conftest import build, refused
 from draftwing import decode
 from draftwing.budget import measure as profile
 from draftwing.budget.config import CONFIG
-from draftwing.budget.costs import Costs, Curve
+from draftwing.budget.costs import Costs
 from draftwing.decode import Decoder
-from draftwing.engine import Engine
-from draftwing.errors import ConfigError, DraftwingWarning
+from draftwing.errors import ConfigError
 from draftwing.lab.forecast import draft_ratio
 from draftwing.methods.base import Budget, Drafter, NoDrafter
 from draftwing.methods.causal_lm import CausalLMDrafter
@@ -33,7 +30,6 @@ from draftwing.models.adapter import AdapterTarget
 from draftwing.models.config import ModelConfig, read_config
 from draftwing.models.lean import LeanTarget
 from draftwing.sampling import Sampling
-from draftwing.storage import cache_folder
 
 VOCAB = 80  # more than the most nodes that are measured
 CHANGES = {"max_position_embeddings": 2400, "vocab_size": VOCAB}
@@ -55,10 +51,6 @@ def measure(target, maker, rounds=2, **named) -> Costs:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(profile, "CONFIG", replace(CONFIG, rounds=rounds))
         return profile.measure(target, maker, loop_of(target), math.inf, **named)
-
-
-def costs_of(target, maker, **named) -> Costs:
-    return profile.costs_of(target, maker, loop_of(target), **named)
 
 
 @pytest.fixture(scope="module")
@@ -86,23 +78,10 @@ def makers(target, folder_of):
 
 
 class Script:
-    """A clock that stands still but where the script moves it: by what a forward, or a draft, takes.
+    """A clock that stands still but where the script moves it: by what a forward, or a draft, takes."""
 
-    ``disturbs()``: whether other work has the processors in the next step.
-    """
-
-    def __init__(self, monkeypatch, target, verify, draft=lambda budget, rows: 1e-3, disturbs=lambda: False) -> None:
+    def __init__(self, monkeypatch, target, verify, draft=lambda budget, rows: 1e-3) -> None:
         self.now, self.forwards, self.draft = 0.0, [], draft
-        calls, waits = itertools.count(), [False]
-
-        def waited() -> float:
-            """Called before and after each step."""
-            if next(calls) % 2 == 0:
-                waits[0] = disturbs()
-                return 0.0
-            return 9.0 * waits[0]
-
-        monkeypatch.setattr(profile, "waited_seconds", waited)
         for module in (decode, profile, targets):
             monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now, time=time.time))
         real = target.forward
@@ -150,7 +129,7 @@ def test_curves_are_finite_and_rise(name, target, makers):
         assert 0 <= number < math.inf
     assert costs.width == (CONFIG.tree.width if drafts else 1)
     assert costs.context == CONFIG.batches[0][1]
-    assert Costs.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
+    assert json.loads(json.dumps(costs.to_dict()))["verify"]["knots"] == [list(knot) for knot in costs.verify.knots]
 
 
 def test_measured_curves_are_the_clocks(target, monkeypatch):
@@ -171,25 +150,19 @@ def test_measured_curves_are_the_clocks(target, monkeypatch):
 @pytest.mark.parametrize("step", [1e-4, 4e-3, 0.06, 0.3, 2.0])
 @pytest.mark.parametrize("per_node", [0.0, 0.3, 1.0])
 def test_a_measurement_takes_no_longer_than_it_may(step, per_node, target, monkeypatch):
-    """Steps of any length are only begun if they fit; costs that were not measured are extrapolated or typical."""
+    """Steps of any length are only begun if they fit, but a forward and a draft; other sizes are extrapolated."""
     script = Script(
         monkeypatch,
         target,
         lambda nodes, rows, context: step * (1 + per_node * (nodes * rows - 1)),
         lambda budget, rows: step / 5 * budget.depth * (1 + 0.1 * budget.width),
     )
-    measurement = profile.Measurement(target, script.drafter, loop_of(target), step_seconds=step)
-    for _ in range(3):
-        before = script.now
-        measurement.run(0.5)
-        assert script.now - before <= 0.5
-    costs = measurement.costs
+    costs = profile.measure(target, script.drafter, loop_of(target), 0.5)
+    assert script.now <= max(0.5, 0.5 + 0.22 * step, 2.22 * step)
     assert costs.verify(1) == pytest.approx(step)
-    assert costs.verify(64) > 0
+    assert costs.verify(64) >= 0.999 * step
+    assert costs.chain(1) == pytest.approx(0.22 * step)
     assert costs.chain(4) > 0
-    assert Costs.from_dict(costs.to_dict()) == costs
-    if step != 0.06:
-        assert measurement.has_costs == (step < 0.1)
 
 
 def test_a_complete_measurement_ends_in_time(target, monkeypatch):
@@ -225,7 +198,7 @@ def after_other_steps():
         is_cold, state["kind"], state["drafted"] = kind != state["kind"], kind, False
         return 5 if is_cold else 1
 
-    return verify, draft, lambda: False
+    return verify, draft
 
 
 def held_up_half_of_the_time():
@@ -236,49 +209,27 @@ def held_up_half_of_the_time():
         calls[part] += 1
         return 1 + calls[part] // 2 % 2
 
-    return held_up, lambda budget, rows: held_up("draft", budget.depth, budget.width, rows), lambda: False
+    return held_up, lambda budget, rows: held_up("draft", budget.depth, budget.width, rows)
 
 
-def waiting_for_a_processor():
-    """Two of three rounds are as slow, so that the faster half of all would not do."""
-    state, draw = {"is_slow": False}, random.Random(0)
-
-    def disturbs():
-        state["is_slow"] = draw.random() < 2 / 3
-        return state["is_slow"]
-
-    return lambda *_: 5 if state["is_slow"] else 1, lambda *_: 5 if state["is_slow"] else 1, disturbs
-
-
-@pytest.mark.parametrize("disturbance", [after_other_steps, held_up_half_of_the_time, waiting_for_a_processor])
+@pytest.mark.parametrize("disturbance", [after_other_steps, held_up_half_of_the_time])
 def test_costs_are_those_of_a_quiet_machine(disturbance, target, monkeypatch):
-    verify, draft, disturbs = disturbance()
+    verify, draft = disturbance()
     script = Script(
         monkeypatch,
         target,
         lambda nodes, rows, context: (0.001 + 0.0001 * nodes * rows) * verify(nodes, rows, context),
         lambda budget, rows: 0.0002 * budget.depth * rows**0.5 * draft(budget, rows),
-        disturbs,
     )
     costs = measure(target, script.drafter, rounds=CONFIG.rounds)
     assert costs.verify.knots == knots(CONFIG.nodes, lambda nodes: 0.001 + 0.0001 * nodes)
     assert costs.chain.knots == knots(CONFIG.depths, lambda depth: 0.0002 * depth)
     assert script.forwards.count((1, 3)) == CONFIG.rounds
-    assert costs.busy == 0
-    if disturbance is not waiting_for_a_processor:
-        assert costs.tree.knots == knots(CONFIG.depths, lambda depth: 0.0002 * depth)
-        assert script.forwards.count((1, 64)) == CONFIG.rounds // 2 + 1
-        assert costs.draft_per_row == pytest.approx(1 / 3)
-        assert costs.per_row == pytest.approx(0, abs=1e-9)
-        assert costs.per_token == pytest.approx(0, abs=1e-9)
-
-
-def test_a_busy_machine_is_reported_as_busy(target, monkeypatch):
-    script = Script(monkeypatch, target, lambda nodes, rows, context: 0.001 * nodes, disturbs=lambda: True)
-    costs = measure(target, script.drafter)
-    assert costs.busy == 1
-    assert costs.verify.knots == knots(CONFIG.nodes, lambda nodes: 0.001 * nodes)
-    assert Costs.from_dict(costs.to_dict()) == costs
+    assert costs.tree.knots == knots(CONFIG.depths, lambda depth: 0.0002 * depth)
+    assert script.forwards.count((1, 64)) == CONFIG.rounds // 2 + 1
+    assert costs.draft_per_row == pytest.approx(1 / 3)
+    assert costs.per_row == pytest.approx(0, abs=1e-9)
+    assert costs.per_token == pytest.approx(0, abs=1e-9)
 
 
 def test_a_noisy_clock_gives_rising_curves(target, monkeypatch):
@@ -373,236 +324,3 @@ def test_measuring_changes_no_text(name, target, makers):
     assert torch.equal(torch.get_rng_state(), state)
     assert decoded(target, makers[name]) == before
     assert torch.get_num_threads() == 1
-
-
-# --- measuring while requests are decoded ----------------------------------------------------------------------------
-
-
-def decode_with_meter(target, maker, heard, max_tokens=60) -> Engine:
-    """Decode a request with a planner that has to measure; yields its engine after each step."""
-    planner = profile.planner_for(target, maker, "match", loop_of(target), heard.append)
-    engine = Engine(Decoder(target, maker, planner=planner))
-    engine.submit([4, 9, 9], Sampling(max_tokens=max_tokens, ignore_eos=True))
-    return engine
-
-
-@pytest.mark.parametrize("step", [4e-3, 0.06, 0.3, 2.0])
-def test_no_request_waits_longer_than_half_a_second_for_its_costs(step, target, monkeypatch, tmp_path):
-    monkeypatch.setenv("DRAFTWING_CACHE", str(tmp_path))
-    script = Script(
-        monkeypatch,
-        target,
-        lambda nodes, rows, context: step * (1 + 0.1 * (nodes * rows - 1)),
-        lambda budget, rows: step / 5 * budget.depth,
-    )
-    heard = []
-    engine, waits, decoding, before = decode_with_meter(target, script.drafter, heard), [], 0.0, 0.0
-    assert heard == [profile.MEASURING]
-    for done in engine.steps():
-        decoding += done.timings.total
-        waits.append(script.now - before - done.timings.total)
-        before = script.now
-    assert waits[: CONFIG.warmup_steps] == pytest.approx([0.0] * CONFIG.warmup_steps)  # first tokens come at once
-    assert max(waits) <= 0.5
-    assert sum(waits) <= 0.5 + CONFIG.measured_share * decoding
-    assert len(heard) == 2
-    assert heard[1].startswith("costs measured in 0.")
-    decode_with_meter(target, script.drafter, heard)
-    assert len(heard) == 2 + (step > 0.1)  # costs that could not be measured are not kept
-
-
-def test_what_was_begun_is_completed_next_to_decoding(target, monkeypatch, tmp_path):
-    monkeypatch.setenv("DRAFTWING_CACHE", str(tmp_path))
-    monkeypatch.setattr(profile, "CONFIG", replace(CONFIG, rounds=2, measured_share=0.5))
-    script = Script(monkeypatch, target, lambda nodes, rows, context: 0.03 + 1e-3 * nodes * rows)
-    heard = []
-    for _ in decode_with_meter(target, script.drafter, heard, max_tokens=200).steps():
-        pass
-    num_forwards = len(script.forwards)
-    costs = costs_of(target, script.drafter)
-    assert costs.verify.knots == knots(CONFIG.nodes, lambda nodes: 0.03 + 1e-3 * nodes)
-    assert len(script.forwards) == num_forwards  # nothing was left to measure
-    assert len(heard) == 2
-
-
-def test_a_drafter_that_fails_while_it_is_measured_ends_no_request(target, monkeypatch, tmp_path):
-    monkeypatch.setenv("DRAFTWING_CACHE", str(tmp_path))
-
-    class Fails(Drafter):
-        def propose(self, ctx, sampling, budget):
-            raise ValueError("broken")
-
-    Script(monkeypatch, target, lambda nodes, rows, context: 0.01)
-    heard = []
-    engine = decode_with_meter(target, Fails, heard, max_tokens=20)
-    with pytest.warns(DraftwingWarning, match="drafting is off"):
-        steps = list(engine.steps())
-    assert sum(len(step.rows[0].token_ids) for step in steps) == 20
-    assert "measuring costs failed (ValueError: broken)" in heard[1]
-
-
-# --- keeping ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def kept(tmp_path, monkeypatch):
-    """A folder of its own, and what was measured: each time something else."""
-    monkeypatch.setenv("DRAFTWING_CACHE", str(tmp_path / "deep" / "cache"))
-    measured: list[Costs] = []
-
-    def fake(target, new_drafter, new_loop, *, known):
-        measured.append(Costs(Curve(((1, 1.0 + len(measured)),))))
-        given.append(known)
-        return measured[-1]
-
-    given: list[Costs | None] = []
-    monkeypatch.setattr(profile, "measure", fake)
-    return SimpleNamespace(folder=tmp_path / "deep" / "cache", measured=measured, given=given)
-
-
-def file_of(kept, target, drafter=None):
-    """Where the costs of a target with a drafter lie, or its own."""
-    return kept.folder / profile._file(profile._key(target, drafter))
-
-
-def files(folder) -> list[str]:
-    return sorted(path.suffix for path in folder.iterdir())
-
-
-def test_what_was_measured_is_read_the_next_time(target, kept):
-    first = costs_of(target, NoDrafter)
-    assert costs_of(target, NoDrafter) == first
-    assert len(kept.measured) == 1
-    assert files(kept.folder) == [".json"] * 2  # with the drafter and without, and nothing half written beside them
-    again = costs_of(target, NoDrafter, again=True)
-    assert again != first
-    assert costs_of(target, NoDrafter) == again
-    assert len(kept.measured) == 2
-
-
-def test_what_a_busy_machine_said_does_not_stay(target, kept, monkeypatch):
-    costs_of(target, NoDrafter)
-    busy = Costs(Curve(((1, 9.0),)), busy=1.0)
-    with monkeypatch.context() as patch:
-        patch.setattr(profile, "measure", lambda *_, known: busy)
-        costs_of(target, NoDrafter, again=True)
-    assert costs_of(target, NoDrafter) == busy  # for the runs that follow at once
-    now = time.time()
-    monkeypatch.setattr(profile.time, "time", lambda: now + CONFIG.busy_lifetime_s + 60)
-    assert costs_of(target, NoDrafter) == kept.measured[1]
-    monkeypatch.setattr(profile.time, "time", lambda: now + 1e6)
-    assert costs_of(target, NoDrafter) == kept.measured[1]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"",
-        b"{",
-        b"\xff\xfe\x00",
-        b"[]",
-        b"null",
-        b"{}",
-        b'{"costs": null}',
-        b'{"costs": {"verify": 3}}',
-        b'{"costs": {"verify": {"knots": []}, "chain": {"knots": []}, "tree": {"knots": []}, "width": 1, '
-        b'"per_token": 0, "per_row": 0, "draft_per_row": 0, "context": 0}}',
-    ],
-)
-def test_a_file_that_cannot_be_read_is_measured_again(text, target, kept):
-    costs_of(target, NoDrafter)
-    for file in kept.folder.iterdir():
-        file.write_bytes(text)
-    assert costs_of(target, NoDrafter) == kept.measured[1]
-    assert costs_of(target, NoDrafter) == kept.measured[1]
-    assert len(kept.measured) == 2
-
-
-def test_a_cache_that_cannot_be_written_does_no_harm(target, kept, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("no folder")
-    monkeypatch.setenv("DRAFTWING_CACHE", str(tmp_path / "file"))
-    assert costs_of(target, NoDrafter) == kept.measured[0]
-    assert costs_of(target, NoDrafter) == kept.measured[1]
-    # A folder where the file would be.
-    monkeypatch.setenv("DRAFTWING_CACHE", str(kept.folder))
-    costs_of(target, NoDrafter)
-    file = file_of(kept, target, NoDrafter())
-    file.unlink()
-    file.mkdir()
-    assert costs_of(target, NoDrafter) == kept.measured[3]
-
-
-def test_a_target_is_measured_once_for_all_drafters(target, makers, kept, monkeypatch):
-    costs_of(target, NoDrafter)
-    costs_of(target, makers["lookup"])
-    assert kept.given == [None, kept.measured[0]]
-    costs_of(target, makers["lookup"], again=True)  # both parts of it
-    costs_of(target, makers["eagle3"])
-    assert kept.given[2:] == [None, kept.measured[2]]
-    busy = Costs(Curve(((1, 9.0),)), busy=1.0)
-    with monkeypatch.context() as patch:
-        patch.setattr(profile, "measure", lambda *_, known: busy)
-        costs_of(target, NoDrafter, again=True)
-    now = time.time()
-    monkeypatch.setattr(profile.time, "time", lambda: now + CONFIG.busy_lifetime_s + 60)
-    costs_of(target, makers["causal-lm"])
-    assert kept.given[4] is None  # what a busy machine said of the target does not stay either
-
-
-def test_a_known_target_is_measured_at_few_sizes_and_at_the_pace_of_now(target, monkeypatch):
-    """A machine twice as slow as when its curves were measured: all of the target takes twice what is known of it."""
-    slow = Script(monkeypatch, target, lambda nodes, rows, slots: 2e-3, draft=lambda budget, rows: 2e-3 * budget.depth)
-    curve = Curve(((1, 1e-3), (4, 1e-3), (8, 5e-3), (16, 7e-3)))  # of no machine: its shape is kept
-    known = Costs(curve, per_row=3e-4, per_token_of=Curve(((1, 1e-6), (4, 2e-6))), context=60, busy=0.4)
-    costs = measure(target, slow.drafter, known=known)
-    assert {nodes for rows, nodes in slow.forwards if rows == 1} >= {1, 4, 16}
-    assert not {8, 32, 64} & {nodes for _, nodes in slow.forwards}
-    assert costs.verify.knots == knots((1, 4, 8, 16), lambda count: 2 * curve(count))  # the middle of 2, 2 and 2/7
-    assert costs.per_row == pytest.approx(6e-4)
-    assert costs.per_token_of(4) == pytest.approx(4e-6)
-    assert costs.chain(4) == pytest.approx(8e-3)  # as the clock says
-    assert (costs.context, costs.busy) == (known.context, 0.4)
-
-
-def test_what_runs_otherwise_is_measured_for_itself(target, makers, kept, folder_of, monkeypatch):
-    def number(of=target, maker=NoDrafter) -> int:
-        return int(costs_of(of, maker).verify(1))
-
-    folder = folder_of("llama", **CHANGES)
-    wide = LeanTarget.from_folder(folder, torch.float64, name="tiny")
-    named = LeanTarget.from_folder(folder, torch.float32, name="other")
-    other = LeanTarget.from_folder(folder_of("llama", num_hidden_layers=1), torch.float32, name="tiny")
-    threads = torch.get_num_threads()
-    assert [number(), number(wide), number(named), number(other)] == [1, 2, 3, 4]
-    assert [number(maker=makers[name]) for name in ("lookup", "eagle3", "causal-lm")] == [5, 6, 7]
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
-    assert number() == 8
-    monkeypatch.undo()  # the folder too
-    monkeypatch.setenv("DRAFTWING_CACHE", str(kept.folder))
-    monkeypatch.setattr(profile, "measure", lambda *_, known: pytest.fail("measured again"))
-    assert [number(), number(wide), number(named), number(other)] == [1, 2, 3, 4]
-    assert number(maker=makers["causal-lm"]) == 7
-
-
-def test_where_costs_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("DRAFTWING_CACHE", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert cache_folder() == tmp_path / ".cache" / "draftwing"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_folder() == tmp_path / "xdg" / "draftwing"
-    monkeypatch.setenv("DRAFTWING_CACHE", str(tmp_path / "own"))
-    assert cache_folder() == tmp_path / "own"
-
-
-def test_two_heads_of_one_name_are_measured_each_for_itself(target, makers, kept, folder_of):
-    """Every training run's head is called head; what tells them apart is what a draft takes."""
-    config = EagleConfig.for_target(
-        3, ModelConfig.from_hf(read_config(folder_of("llama", **CHANGES))), draft_vocab_size=40
-    )
-    other = EagleNet(config, target.embedding, target.head, torch.arange(40), torch.float32)
-    first, second = makers["eagle3"], lambda: EagleDrafter(other, target, "tiny")
-    assert first().name == second().name
-    assert first().identity != second().identity
-    assert costs_of(target, first) != costs_of(target, second)
-    assert [costs_of(target, first), costs_of(target, second)] == kept.measured

@@ -444,12 +444,6 @@ class Decoder:
         except Exception as error:
             self._remove_drafter(error)
 
-    def measure(self) -> None:
-        """Let the planner measure costs for a moment, if it has to."""
-        if self._planner is not None:
-            with self._turn:
-                self._planner.measure()
-
     # --- a step ----------------------------------------------------------------------------------------------------
 
     def step(self) -> Step:
@@ -488,7 +482,7 @@ class Decoder:
                 rows = add_laws(rows, tree, sampling.filtered(self._adjusted(result)), sampling)
             if planner is not None:
                 num_tokens = sum([len(row.token_ids) for row in rows])
-                planner.observe(tree, accepted, num_tokens, time.perf_counter() - start)
+                planner.observe(tree, accepted, num_tokens, time.perf_counter() - start, draft_s)
             host_s = planned - start + time.perf_counter() - committed
             timings = Timings(draft_s, verify_s, decided - verified, committed - decided, host_s)
             self.unfinished = Step(tuple(rows), tree, accepted, timings, self.rule.lossless)  # from here on it counts

@@ -156,9 +156,7 @@ class Dialogue:
         if draft not in self._lms:
             lm = self.lm
             new_drafter = load_drafter(draft, lm.target, lm.tokenizer, device=lm.target.device)
-            other = LM(lm.target, lm.tokenizer, new_drafter, lm.rule, lm.budget, lossless=lm.lossless)
-            other.on_costs = lm.on_costs
-            self._lms[draft] = other
+            self._lms[draft] = LM(lm.target, lm.tokenizer, new_drafter, lm.rule, lm.budget, lossless=lm.lossless)
         self.draft = draft
 
     def reset(self) -> None:

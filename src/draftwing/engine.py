@@ -297,13 +297,12 @@ class Engine:
     def _advance(self) -> Step:
         """A step of the decode loop. One that runs out of slots has changed nothing, and is repeated with fewer rows.
 
-        The drafter learns and the planner measures before, when no step is being timed.
+        The drafter learns before, when no step is being timed.
         """
         decoder = self.decoder
         while True:
             if decoder.drafter.learns:
                 decoder.learn()
-            decoder.measure()
             try:
                 return decoder.step()
             except SlotsExhausted as error:

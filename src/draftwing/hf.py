@@ -25,10 +25,9 @@ import torch
 from torch import Tensor
 
 from draftwing.accept import Rule, children_of, get_rule
-from draftwing.budget.measure import planner_for
-from draftwing.budget.planner import Planner
+from draftwing.budget.planner import Planner, planner_for
 from draftwing.checks import Argument, check_arguments
-from draftwing.decode import Decoder, loop_of
+from draftwing.decode import Decoder
 from draftwing.engine import Engine
 from draftwing.errors import ConfigError, DraftwingWarning, TokenizerError, UnsupportedError, shown
 from draftwing.loading import load_drafter
@@ -238,7 +237,7 @@ class CustomGenerate:
             )
         with setup.turn:
             if drafts and self.budget is None and setup.planner is None:
-                setup.planner = planner_for(target, setup.new_drafter, self.rule, loop_of(target))
+                setup.planner = planner_for(target, drafter, self.rule)
         rule = self.rule if replay is None else replay.rule
         decoder = Decoder(
             target, drafter, rule, self.budget, lossless=self.lossless, planner=setup.planner, turn=setup.turn

@@ -11,8 +11,8 @@ from types import NoneType
 from typing import Any
 
 from draftwing.budget.costs import Costs
-from draftwing.budget.measure import costs_of, planner_for
-from draftwing.budget.planner import Planner
+from draftwing.budget.measure import measure
+from draftwing.budget.planner import Planner, planner_for
 from draftwing.checks import AT_MOST_BATCH, BATCH_SIZE, MAX_BATCH, Argument, check_arguments
 from draftwing.constraint import Constraint
 from draftwing.decode import Decoder, loop_of
@@ -117,7 +117,6 @@ class LM:
     Attributes:
         drafter: an idle drafter, which describes what this model drafts with (see ``Drafter``).
         drafter_name: its name.
-        on_costs: called with a line of text when this model's costs begin to be measured, and when they are known.
 
     Raises:
         ConfigError, UnsupportedError: see ``Decoder``.
@@ -139,8 +138,7 @@ class LM:
         self.new_drafter: Callable[[], Drafter] = NoDrafter if new_drafter is None else new_drafter
         self.rule, self.lossless = rule, lossless
         self.budget = budget
-        self.on_costs: Callable[[str], None] = lambda text: None
-        self._costs_text = ""
+        self._costs: Costs | None = None
         self._planner: Planner | None = None
         self._turn = threading.RLock()  # the planner is shared, so steps that use it take turns
         # A rule or budget that cannot work is refused here, not at the first prompt.
@@ -156,24 +154,22 @@ class LM:
         """Return the budget as text: ``auto``, ``chain:5``, ``dynamic:60,8,10`` or ``static of N nodes``."""
         return "none" if not self.drafter.drafts else "auto" if self.budget is None else str(self.budget)
 
-    def describe_costs(self) -> str:
-        """Return if costs are being measured, or the result, as text; empty if the budget is fixed, or not yet used."""
-        if self._planner is None:
-            return ""
-        costs = self._planner.costs
-        return self._costs_text or ("" if costs is None else f"costs measured before: {costs.describe()}")
-
-    def _report_costs(self, text: str) -> None:
-        self._costs_text = text
-        self.on_costs(text)
-
     def costs(self, *, again: bool = False) -> Costs:
-        """Return the costs of a step on this machine: measured once in four seconds, then cached on disk.
+        """Return the costs of a step on this machine, measured in four seconds; ``again`` measures again.
 
-        Without a call, they are measured while the first requests are decoded, of which each waits for half a second at
-        most.
+        Only forecasts need them: an automatic budget learns costs while it decodes.
+
+        Raises:
+            ConfigError: the target's context is too short to measure.
         """
-        return costs_of(self.target, self.new_drafter, loop_of(self.target), again=again)
+        if self._costs is None or again:
+            self._costs = measure(self.target, self.new_drafter, loop_of(self.target))
+        return self._costs
+
+    @property
+    def observed_costs(self) -> Costs | None:
+        """The costs that the automatic budget has learned from requests decoded alone; None before, or if fixed."""
+        return None if self._planner is None else self._planner.observed_costs
 
     def forget(self) -> None:
         """Drop everything that drafters remember from earlier requests, for example before a measurement."""
@@ -183,8 +179,7 @@ class LM:
         """Return an empty decode loop; see ``engine``. An automatic budget is shared by all of them."""
         with self._turn:
             if self.is_auto and self._planner is None:
-                loop = loop_of(self.target)
-                self._planner = planner_for(self.target, self.new_drafter, self.rule, loop, self._report_costs)
+                self._planner = planner_for(self.target, self.drafter, self.rule)
         return Decoder(
             self.target,
             self.new_drafter,

@@ -31,6 +31,10 @@ class PlannerConfig:
     )
     learn_every: int = 8  # drafted steps between updates of the growth rule, each of which takes 0.2 ms
     tree: Budget = TREE  # largest tree: one node less than the largest measured forward
+    # Variances of a drafted step's duration, in baseline steps (.05), relative to those of typical costs: a draft or a
+    # tree of any size may take .05 more, and larger ones several times as much, as with 4-bit weights.
+    start_prior: float = 1.0
+    scale_prior: float = 0.01
 
     # Measurements
     nodes: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 16, 32, 64)  # nodes of target forwards: most trees are small
@@ -38,15 +42,6 @@ class PlannerConfig:
     batches: tuple[tuple[int, int], ...] = ((1, 64), (4, 64), (1, 1024))  # rows and tokens: baseline, batch, long row
     rounds: int = 24  # at most; the first one is a warm-up
     seconds: float = 4.0  # for all of it
-    pause_seconds: float = 0.5  # longest time that a request waits for measurements
-    slice_seconds: float = 0.05  # shortest later slice of measurements: a shorter one would mostly refill caches
-    measured_share: float = 0.03  # slices take 3% of the time: two minutes of decoding give 4 s
-    # Without measurements (a step takes longer than a pause): seconds by nodes and of a draft's level, as shares of a
-    # step. Measured for SmolLM2 in int8.
-    default_verify: tuple[tuple[int, float], ...] = ((1, 1.0), (4, 1.25), (16, 1.9), (64, 6.0))
-    default_level: float = 0.2
-    max_wait_share: float = 0.03  # share of an undisturbed step that threads wait for processors
-    busy_lifetime_s: float = 600.0  # seconds for which costs of a busy machine are kept
 
 
 CONFIG = PlannerConfig()

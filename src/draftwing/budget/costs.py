@@ -1,4 +1,4 @@
-"""The cost of a step on this machine, measured by ``budget.measure``: functions of nodes, depth, rows and context."""
+"""The cost of a step, as functions of nodes, depth, rows and context: measured, or typical and corrected by steps."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, combinations, pairwise
 from typing import Any
 
-from draftwing.errors import ConfigError
-
-CURVES = ("verify", "chain", "tree", "per_token_of")  # attributes of ``Costs``
-
-
-_MOST = 1e9  # far above any count and any number of seconds
+from draftwing.budget.config import CONFIG
 
 
 @dataclass(frozen=True)
@@ -35,18 +30,14 @@ class Curve:
                 return low + (high - low) * (count - left) / (right - left)
         return knots[-1][1]
 
-    def times(self, factor: float) -> Curve:
-        """Return the curve with all seconds multiplied by ``factor``."""
-        return Curve(tuple((count, seconds * factor) for count, seconds in self.knots))
-
     @classmethod
-    def fit(cls, samples: Mapping[float, Sequence[float]]) -> Curve:
+    def fit(cls, samples: Mapping[int, Sequence[float]]) -> Curve:
         """Fit the nearest non-decreasing curve (isotonic regression): more nodes never take less time."""
         counts = sorted(samples)
         return cls(tuple(zip(counts, isotonic([_quiet(samples[count]) for count in counts]), strict=True)))
 
     @classmethod
-    def fit_concave(cls, samples: Mapping[float, Sequence[float]]) -> Curve:
+    def fit_concave(cls, samples: Mapping[int, Sequence[float]]) -> Curve:
         """Fit the nearest non-decreasing concave curve: later levels of a draft find warmer caches."""
         knots = cls.fit(samples).knots
         widths = [right - left for (left, _), (right, _) in pairwise(knots)]
@@ -58,7 +49,7 @@ class Curve:
         return cls(tuple((count, max(start + rise, 0.0)) for count, _, rise in points))
 
     @classmethod
-    def fit_line(cls, samples: Mapping[float, Sequence[float]]) -> Curve:
+    def fit_line(cls, samples: Mapping[int, Sequence[float]]) -> Curve:
         """Fit a non-decreasing straight line with the median of all pairs' slopes (Theil-Sen)."""
         points = [(count, _quiet(samples[count])) for count in sorted(samples)]
         slopes = [(high - low) / (right - left) for (left, low), (right, high) in combinations(points, 2)]
@@ -99,7 +90,6 @@ class Costs:
         per_row: verification time per further row.
         draft_per_row: drafting time per further row, as a share of one row's.
         context: tokens of the row with which the curves were measured.
-        busy: share of the measured sizes that were only measured while other processes held the processors.
     """
 
     verify: Curve
@@ -111,7 +101,6 @@ class Costs:
     per_row: float = 0.0
     draft_per_row: float = 0.0
     context: int = 0
-    busy: float = 0.0
 
     def verify_seconds(self, nodes: int, rows: int = 1, context: float | None = None) -> float:
         """T_V of ``rows`` trees of ``nodes`` each, roots included; ``context`` is the rows' mean length."""
@@ -126,16 +115,6 @@ class Costs:
     def of_target(self) -> Costs:
         """These costs without the drafter's."""
         return replace(self, chain=Curve(()), tree=Curve(()), width=1, draft_per_row=0.0)
-
-    def at_pace(self, pace: float) -> Costs:
-        """Return the target's costs on a machine ``pace`` times as slow."""
-        return replace(
-            self.of_target,
-            verify=self.verify.times(pace),
-            per_token=self.per_token * pace,
-            per_token_of=self.per_token_of.times(pace),
-            per_row=self.per_row * pace,
-        )
 
     def draft_seconds(self, depth: float, width: int = 1, rows: int = 1) -> float:
         """Drafting time of trees of ``depth`` levels; 0 for depth 0."""
@@ -170,34 +149,96 @@ class Costs:
         """Return the costs as JSON values."""
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Costs:
-        """Read what ``to_dict`` returned.
 
-        Raises:
-            ConfigError: the values are not measured costs.
+# Shares of a baseline step, from SmolLM2-135M in int8 with an EAGLE-3 head (two cores, AVX2).
+TYPICAL = Costs(
+    verify=Curve(((1, 1.0), (4, 1.25), (8, 1.6), (16, 2.8), (64, 10.0))),
+    chain=Curve(((1, 0.15), (8, 0.5))),
+    tree=Curve(((1, 0.2), (8, 1.0))),
+    width=4,
+    draft_per_row=0.15,
+)
+
+
+class Correction:
+    """Corrects predicted costs by observed ones, by ridge regression: ``observed = start + scale * predicted``.
+
+    Costs are shares of a baseline step. Predictions are believed at first; observations count less with every later
+    one.
+    """
+
+    def __init__(self) -> None:
+        self._n = self._x = self._xx = self._r = self._xr = 0.0  # decayed sums over predictions x and their errors r
+        self._start, self._scale = 0.0, 1.0
+
+    def add(self, predicted: float, observed: float) -> None:
+        """Learn from a step."""
+        observed = min(observed, CONFIG.max_slowdown * (1 + self(predicted)) - 1)  # other processes interrupt some
+        keep, error = CONFIG.decay, observed - predicted
+        self._n, self._x, self._xx = keep * self._n + 1, keep * self._x + predicted, keep * self._xx + predicted**2
+        self._r, self._xr = keep * self._r + error, keep * self._xr + predicted * error
+        n, xx = self._n + CONFIG.start_prior, self._xx + CONFIG.scale_prior
+        divisor = n * xx - self._x**2
+        self._start = (xx * self._r - self._x * self._xr) / divisor
+        self._scale = max(1 + (n * self._xr - self._x * self._r) / divisor, 0.0)
+
+    def __call__(self, predicted: float) -> float:
+        """Return the corrected cost."""
+        return max(self._start + self._scale * predicted, 0.0)
+
+
+class LearnedCosts:
+    """Costs of steps with one number of rows: typical ones, corrected by every observed step.
+
+    Args:
+        typical: only its ratios to a baseline step count.
+        rows: in the batch.
+
+    Attributes:
+        baseline: seconds of a baseline step.
+    """
+
+    def __init__(self, typical: Costs, rows: int) -> None:
+        self._typical, self._rows = typical, rows
+        self.baseline = self._typical_baseline = typical.verify_seconds(1, rows)
+        self._verify, self._draft = Correction(), Correction()
+
+    def observe(self, nodes: int, levels: float, seconds: float, draft_seconds: float) -> None:
+        """Learn from a step that drafted, and verified ``nodes`` of each row, the root included.
+
+        Args:
+            nodes: of each row's tree.
+            levels: drafting forwards.
+            seconds: duration of the step.
+            draft_seconds: the part of it that the drafter took.
         """
-        try:
-            parts: dict[str, Any] = {
-                name: float(values[name]) for name in cls.__dataclass_fields__ if name not in CURVES
-            }
-            for name in CURVES:
-                parts[name] = Curve(tuple((float(count), float(seconds)) for count, seconds in values[name]["knots"]))
-            if not parts["verify"].knots:
-                raise ValueError("verify has no knots")
-            if not all(_is_curve(parts[name]) for name in CURVES) or parts["verify"](1) <= 0:
-                raise ValueError("counts must rise, and seconds must not fall")
-            parts |= {name: int(values[name]) for name in ("width", "context")}
-            numbers = [value for name, value in parts.items() if name not in CURVES]
-            if not all(0 <= number < _MOST for number in numbers) or parts["width"] < 1:
-                raise ValueError("numbers must be finite, and at least 0")
-            return cls(**parts)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ConfigError(f"invalid measured costs ({error!r}): measure again") from error
+        self._draft.add(self._typical_draft(levels, 1), draft_seconds / self.baseline)
+        self._verify.add(self._typical_verify(nodes), (seconds - draft_seconds) / self.baseline - 1)
 
+    def verify_seconds(self, nodes: int) -> float:
+        """Duration of a step with ``nodes`` of each row, the root included, without its draft."""
+        return self.baseline * (1 + self._verify(self._typical_verify(nodes)) if nodes > 1 else 1)
 
-def _is_curve(curve: Curve) -> bool:
-    """Return True if a curve could have been measured: positive counts in order, finite seconds that do not fall."""
-    numbers = [number for knot in curve.knots for number in knot]
-    rises = all(left < right and low <= high for (left, low), (right, high) in pairwise(curve.knots))
-    return rises and all(0 <= number < _MOST for number in numbers)
+    def draft_seconds(self, depth: float, width: int = 1) -> float:
+        """Drafting time of trees of ``depth`` levels; 0 for depth 0."""
+        return self.baseline * self._draft(self._typical_draft(depth, width)) if depth else 0.0
+
+    def _typical_verify(self, nodes: int) -> float:
+        """The time beyond a baseline step's, as a share of it."""
+        return self._typical.verify_seconds(nodes, self._rows) / self._typical_baseline - 1
+
+    def _typical_draft(self, depth: float, width: int) -> float:
+        return self._typical.draft_seconds(depth, width, self._rows) / self._typical_baseline
+
+    @property
+    def knots(self) -> Costs:
+        """The costs at the sizes that ``budget.measure`` measures."""
+        typical = self._typical
+        chain = CONFIG.depths if typical.chain.knots else ()
+        tree = CONFIG.depths if typical.tree.knots else ()
+        return Costs(
+            Curve(tuple((nodes, self.verify_seconds(nodes)) for nodes in CONFIG.nodes)),
+            Curve(tuple((depth, self.draft_seconds(depth)) for depth in chain)),
+            Curve(tuple((depth, self.draft_seconds(depth, typical.width)) for depth in tree)),
+            typical.width,
+        )

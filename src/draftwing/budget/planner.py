@@ -1,10 +1,11 @@
 """Decide before every step how much to draft: a bandit over a few budgets, by measured tokens per second.
 
 The arms are the baseline (no draft), chains of one and two tokens, and the *grown* tree, whose nodes are chosen while
-it grows by their expected worth (``GrowthRule``: measured costs and observed acceptance).
+it grows by their expected worth (``GrowthRule``: observed costs and acceptance).
 
-1. **Prediction.** Measured costs and the acceptance rates observed so far predict the speedup of every arm, also of
-   those that were never played. The prediction counts as ``prior_weight`` steps.
+1. **Prediction.** The costs and acceptance rates observed so far predict the speedup of every arm, also of those that
+   were never played. The prediction counts as ``prior_weight`` steps. Nothing is measured beforehand: typical costs,
+   relative to the baseline's step, are corrected by every drafted step (``Correction``).
 2. **Exploitation.** The arm with the highest mean of predicted and measured speed is played.
 3. **Probes.** At intervals that double while nothing changes, the arm with the highest upper confidence bound is tried,
    if that bound exceeds the speed of the best arm. Bounds widen with the time since an arm was played, so slow arms are
@@ -24,40 +25,26 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
-from draftwing.accept import Rule
+from draftwing.accept import Rule, get_rule
 from draftwing.budget.acceptance import Acceptance, Ranks, reached_nodes
 from draftwing.budget.config import CONFIG
-from draftwing.budget.costs import Costs
+from draftwing.budget.costs import TYPICAL, Costs, LearnedCosts
 from draftwing.methods.base import Budget, Drafter
 from draftwing.models.context import Context, Row
+from draftwing.models.target import Target
 from draftwing.tree import Accepted, DraftTree, GrowthRule
 
 # Shapes to choose from if trees cannot grow freely: chains of the measured depths, a small and a large tree.
 _TREES = [Budget(CONFIG.depths[-1], CONFIG.tree.width, nodes - 1) for nodes in CONFIG.nodes[-3::2]]
 SHAPES = (*map(Budget, CONFIG.depths), *_TREES)
 BASELINE, GROWN = 0, -1  # indices of arms
-
-
-class CostMeter(Protocol):
-    """Measures costs next to decoding (``budget.measure.Meter``)."""
-
-    costs: Costs | None
-    is_done: bool
-
-    def add(self, seconds: float) -> None:
-        """Count seconds of decoding, a share of which may be spent on measuring."""
-
-    def run(self, step_seconds: float) -> bool:
-        """Measure as long as is allowed; ``step_seconds`` is the time of a step without drafts. True: new costs."""
 
 
 class Arm:
@@ -95,8 +82,8 @@ class Arm:
 class Bandit:
     """Choose an arm for every step, for batches of one size. Arm 0 is the baseline, the last one the grown tree."""
 
-    def __init__(self, num_arms: int) -> None:
-        self.arms = [Arm() for _ in range(num_arms)]
+    def __init__(self, num_arms: int, costs: LearnedCosts) -> None:
+        self.arms, self.costs = [Arm() for _ in range(num_arms)], costs
         self.best = self.current = BASELINE
         self.is_probing = False
         self.steps, self.interval, self.next_probe = 0, CONFIG.first_interval, CONFIG.first_interval
@@ -145,6 +132,9 @@ class Bandit:
     def add(self, seconds: float, tokens: float) -> None:
         """Count a step of the current arm. A probe continues while its steps would be worth a change of arms."""
         self.arms[self.current].add(seconds, tokens, self.steps)
+        baseline = self.arms[BASELINE]
+        if baseline.weight:
+            self.costs.baseline = baseline.seconds / baseline.weight
         self.is_probing = self.is_probing and tokens > CONFIG.min_gain * seconds * self.arms[self.best].speed
 
     def begin_request(self) -> None:
@@ -159,7 +149,7 @@ class Planner:
     """Choose the budget of every step. One planner serves all requests and decode loops of a model.
 
     Args:
-        costs: measured for this target and drafter, or what measures them: steps are the baseline's until then.
+        costs: assumed until steps are observed; only their ratios to a baseline step count.
         grown: the largest tree; None if trees must not depend on their own nodes: then a fixed shape takes its place.
         shapes: the chains and trees to choose that fixed shape from.
         chains: lengths of the chains that are arms of their own.
@@ -167,20 +157,18 @@ class Planner:
 
     def __init__(
         self,
-        costs: Costs | CostMeter,
+        costs: Costs,
         grown: Budget | None,
         *,
         shapes: Sequence[Budget] = SHAPES,
         chains: Sequence[int] = (1, 2),
     ) -> None:
-        self._meter = None if isinstance(costs, Costs) or costs.is_done else costs
-        self.costs = costs if isinstance(costs, Costs) else costs.costs
+        self._costs = costs
         self.largest = grown or max(shapes, key=_num_nodes)
         self._grown, self._shapes, self._chains = grown, shapes, chains
         self._acceptance, self._ranks = Acceptance(), Ranks()
-        self._bandits: defaultdict[object, Bandit] = defaultdict(lambda: Bandit(2 + len(chains)))
-        self._key: object = None  # rows (by powers of two) and node limit of the latest step
-        self._bandit = self._bandits[None]
+        self._bandits: dict[tuple[int, int | None], Bandit] = {}
+        self._bandit = self._bandit_for(1, None)
         self._budgets: list[Budget] = []  # by arm
         self._speedups: list[float] = []  # predicted, by arm
         self._unlearned: list[tuple[Tensor, Tensor, Tensor | None]] = []
@@ -193,14 +181,13 @@ class Planner:
         self._lock = threading.Lock()
 
     @classmethod
-    def for_drafter(cls, costs: Costs | CostMeter, rule: Rule, drafter: Drafter, *, on_cpu: bool) -> Planner:
+    def for_drafter(cls, rule: Rule, drafter: Drafter, *, on_cpu: bool, costs: Costs = TYPICAL) -> Planner:
         """Return the planner for a rule and a drafter."""
         may_grow = rule.children in ("keyed", "top") and on_cpu
         tree = CONFIG.tree
         if not drafter.costs_forwards:
-            return cls(costs, tree if may_grow else None, shapes=(Budget(tree.depth),), chains=())
-        known = costs if isinstance(costs, Costs) else costs.costs
-        if rule.chain_only or (known is not None and known.width == 1):
+            return cls(costs.of_target, tree if may_grow else None, shapes=(Budget(tree.depth),), chains=())
+        if rule.chain_only:
             return cls(costs, Budget(tree.depth) if may_grow else None, shapes=SHAPES[: -len(_TREES)])
         return cls(costs, tree if may_grow else None)
 
@@ -216,23 +203,22 @@ class Planner:
         """
         with self._lock:
             rows = len(ctx.rows)
-            # Batches of different sizes, and limits, have their own bandits, since the costs of drafts differ.
-            key = (rows - 1).bit_length(), max_nodes
-            if key != self._key:
-                self._key, self._bandit, self._budgets = key, self._bandits[key], []
+            bandit = self._bandit_for(rows, max_nodes)
+            if bandit is not self._bandit:
+                self._bandit, self._budgets = bandit, []
             if rows == 1 and ctx.rows[0] is not self._request:
                 self._end_request()
                 self._request, self._request_bandit = ctx.rows[0], self._bandit
                 self._bandit.begin_request()
-            if self.costs is None:
-                return Budget(0, children=children)
             if not self._budgets or len(self._unlearned) >= min(
                 CONFIG.learn_every, 1 + self._bandit.steps // CONFIG.learn_every
             ):
                 self._learn(rows, max_nodes or _num_nodes(CONFIG.tree), children)
             return self._budgets[self._bandit.choose(self._speedups)]
 
-    def observe(self, tree: DraftTree, accepted: Accepted, num_tokens: int, seconds: float) -> None:
+    def observe(
+        self, tree: DraftTree, accepted: Accepted, num_tokens: int, seconds: float, draft_seconds: float
+    ) -> None:
         """Learn from a step.
 
         Args:
@@ -240,6 +226,7 @@ class Planner:
             accepted: the nodes that the rule accepted.
             num_tokens: emitted tokens of all rows.
             seconds: duration of the step, including the planner's decision.
+            draft_seconds: the part of it that the drafter took.
         """
         with self._lock:
             rows, nodes = tree.tokens.shape
@@ -253,22 +240,26 @@ class Planner:
             # The first draft after baseline steps also reads the tokens since the last draft, so it takes longer.
             if not (is_draft and self._was_baseline):
                 self._bandit.add(seconds, tokens)
+                if is_draft:
+                    levels = float(tree.max_depth) if tree.num_draft_forwards is None else tree.num_draft_forwards
+                    self._bandit.costs.observe(nodes, levels, seconds, draft_seconds)
             self._was_baseline = not is_draft
-            if self._meter is not None:
-                self._meter.add(seconds)
             if nodes > 1:
                 self._unlearned.append((tree.parents, accepted.path, tree.node_probs))
 
-    def measure(self) -> None:
-        """Measure costs for a moment, if they are incomplete and the baseline's speed is known; between two steps."""
-        meter, baseline = self._meter, self._bandit.arms[BASELINE]
-        if meter is None or baseline.plays < CONFIG.warmup_steps:
-            return
+    @property
+    def observed_costs(self) -> Costs | None:
+        """The costs of a row decoded alone as observed so far; None before the first step."""
         with self._lock:
-            if meter.run(baseline.seconds / baseline.weight):
-                self.costs, self._budgets = meter.costs, []
-            if meter.is_done:
-                self._meter = None
+            bandit = self._bandit_for(1, None)
+            return bandit.costs.knots if bandit.steps else None
+
+    def _bandit_for(self, rows: int, max_nodes: int | None) -> Bandit:
+        """Return the bandit of a batch size, by powers of two, and of a node limit: the costs of drafts differ."""
+        bits = (rows - 1).bit_length()
+        if (bits, max_nodes) not in self._bandits:
+            self._bandits[bits, max_nodes] = Bandit(2 + len(self._chains), LearnedCosts(self._costs, 1 << bits))
+        return self._bandits[bits, max_nodes]
 
     # --- learned values --------------------------------------------------------------------------------------------
 
@@ -277,11 +268,10 @@ class Planner:
         if self._unlearned:
             self._acceptance.observe(*reached_nodes(self._unlearned, self._ranks))
             self._unlearned = []
-        assert self.costs is not None
         chains = [Budget(min(length, limit)) for length in self._chains]
         if self._grown is None:
             shapes = [shape for shape in self._shapes if _num_nodes(shape) <= limit] or [Budget(min(limit, 3))]
-            grown = predicted = max(shapes, key=lambda shape: self._expected_speed(shape, rows))
+            grown = predicted = max(shapes, key=self._expected_speed)
         else:
             grown = self._grown
             if limit < _num_nodes(grown):
@@ -289,33 +279,28 @@ class Planner:
                 grown = Budget(min(grown.depth, limit), width, None if width == 1 else limit)
             # It is at least as fast as the best chain.
             depths = [Budget(depth) for depth in range(1, grown.depth + 1)]
-            predicted = max(depths, key=lambda shape: self._expected_speed(shape, rows))
+            predicted = max(depths, key=self._expected_speed)
             grown = replace(grown, rule=self.rule(rows))
         self._budgets = [replace(budget, children=children) for budget in (Budget(0), *chains, grown)]
-        baseline = self.costs.verify_seconds(1, rows)
-        self._speedups = [1.0, *[baseline * self._expected_speed(shape, rows) for shape in (*chains, predicted)]]
+        baseline = self._bandit.costs.baseline
+        self._speedups = [1.0, *[baseline * self._expected_speed(shape) for shape in (*chains, predicted)]]
 
     def rule(self, rows: int) -> GrowthRule:
         """Return the present value and cost of nodes, for a batch of ``rows``."""
-        costs, depth, nodes = self.costs, self.largest.depth, _num_nodes(self.largest)
-        assert costs is not None
-        arm = self._bandit.arms[BASELINE]
-        baseline_seconds = costs.verify_seconds(1, rows)
-        pace = arm.seconds / arm.weight / baseline_seconds if arm.weight else 1.0  # relative to the measured costs
-        verify = np.maximum.accumulate([pace * costs.verify_seconds(max(n, 1), rows) for n in range(nodes + 3)])
-        levels = [pace * costs.draft_seconds(level, 1, rows) for level in range(1, depth + 2)]
-        worth = 1 / (rows * max(self._bandit.arms[GROWN].speed, arm.speed)) if arm.speed else baseline_seconds / rows
+        depth, nodes, bandit = self.largest.depth, _num_nodes(self.largest), self._bandit
+        verify = np.maximum.accumulate([bandit.costs.verify_seconds(n) for n in range(nodes + 3)])
+        levels = [bandit.costs.draft_seconds(level) for level in range(1, depth + 2)]
+        worth = 1 / (rows * max(bandit.arms[GROWN].speed, 1 / bandit.costs.baseline))
         knots, rates = self._acceptance.tables()
         gains = np.array([worth * self._ranks.rate(level + 1) for level in range(1, depth + 1)], np.float32)
         level_costs = np.maximum(np.diff(levels), 1e-7).astype(np.float32)
-        return GrowthRule(knots, rates, gains, level_costs, verify.astype(np.float32), worth, costs.node_share)
+        return GrowthRule(knots, rates, gains, level_costs, verify.astype(np.float32), worth, self._costs.node_share)
 
-    def _expected_speed(self, shape: Budget, rows: int) -> float:
+    def _expected_speed(self, shape: Budget) -> float:
         """Return tokens per second of each row with a fixed shape, its nodes being the likeliest by rank."""
-        costs, nodes = self.costs, _num_nodes(shape)
-        assert costs is not None
+        costs, nodes = self._bandit.costs, _num_nodes(shape)
         probs = islice(self._ranks.likeliest(shape.depth, shape.width), nodes)
-        seconds = costs.draft_seconds(shape.depth, shape.width, rows) + costs.verify_seconds(nodes + 1, rows)
+        seconds = costs.draft_seconds(shape.depth, shape.width) + costs.verify_seconds(nodes + 1)
         return (1 + sum(prob for _, prob in probs)) / seconds
 
     # --- requests that are decoded without the drafter -------------------------------------------------------------
@@ -349,3 +334,8 @@ class Planner:
 
 def _num_nodes(budget: Budget) -> int:
     return budget.nodes or budget.depth * budget.width
+
+
+def planner_for(target: Target, drafter: Drafter, rule: str) -> Planner:
+    """Return a planner for a target, a drafter and the name of a rule in ``accept.RULES``."""
+    return Planner.for_drafter(get_rule(rule, lossless=False), drafter, on_cpu=target.device.type == "cpu")

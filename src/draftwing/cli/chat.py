@@ -138,7 +138,6 @@ class _Conversation:
         self._dialogue, self._as_json, self._drafts = dialogue, as_json, drafts
         self._choices = f"{', '.join(drafts)} or the folder of a head or a smaller model"
         self._screen = screen.Screen()
-        dialogue.lm.on_costs = self._screen.defer
         self._is_over, self._are_typed, self._is_first = False, False, True
         # By name: the argument's name (empty for none), the help, and the method.
         self._commands: dict[str, tuple[str, str, Callable[[str], object]]] = {

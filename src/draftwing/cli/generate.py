@@ -79,13 +79,10 @@ def generate(
     checked, grammar = sampling.to_sampling(logprobs), constraint.read()
     given = _read(prompt, prompts)
     lm, output = model.load(draft, drafting), screen.Screen()
-    lm.on_costs = output.defer
     baseline = type(lm)(lm.target, lm.tokenizer) if compare else None
     lm.constraint(grammar)  # refused before anything is decoded
     ready = sampling.put_all(given, lm)
     if baseline is not None:  # warm both up: first steps are slow
-        if lm.is_auto:
-            lm.costs()
         for method in (baseline, lm):
             method.generate([ready[0]], checked, max_tokens=min(checked.max_tokens, 8), grammar=grammar)
     if as_json:

@@ -198,18 +198,10 @@ class Screen:
         self.is_terminal = self._out.is_terminal
         self.info = self._out if self.is_terminal else new_console(stderr=True)
         self._at_line_start = True
-        self._deferred: list[str] = []
 
     def note(self, text: str, style: str = "dim") -> None:
         """Print a line about the text."""
         put_line(self.info, text, style)
-
-    def defer(self, text: str) -> None:
-        """Print a line on stderr, not in the middle of a line of text on the same terminal."""
-        if self.is_terminal and not self._at_line_start:
-            self._deferred.append(text)
-        else:
-            line(text, "dim")
 
     def prompt(self, text: str) -> None:
         """Print the prompt before its continuation, on a terminal only."""
@@ -242,8 +234,6 @@ class Screen:
         if not self._at_line_start:
             self._out.print()
         self._at_line_start = True
-        while self._deferred:
-            line(self._deferred.pop(0), "dim")
 
     def legend(self, first: int = 0) -> None:
         """Explain the colours if there are any, from ``first`` accepted tokens on."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import partial
 
 from draftwing.cli import screen
 from draftwing.cli.options import DRAFT, Drafting, Model, option, with_options
@@ -89,7 +88,6 @@ def serve(model: Model, drafting: Drafting, server: Server, draft: str | None = 
     if kv_memory is not None:
         model.check_kv_memory(kv_memory, drafting)
     lm = model.load(draft, drafting)
-    lm.on_costs = partial(screen.line, style="dim")
     app = make_app(lm, settings)
     if not (keys or is_local):
         screen.line("anyone who can reach this machine can use the model: set --api-key to prevent that", "yellow")

@@ -402,8 +402,6 @@ class _Session:
         sampling = replace(self._sampling, seed=nth_seed(self._sampling.seed or 0, question.number))
         if not self._is_warm:
             for lm in lms.values():
-                if lm.is_auto:
-                    lm.costs()  # else they would be measured while others are timed
                 lm.generate([prompt], sampling, max_tokens=min(_WARM_UP_TOKENS, sampling.max_tokens))
                 lm.forget()
             self._is_warm = True

@@ -95,8 +95,6 @@ def compare(
         raise ConfigError("compare needs at least one prompt")
     sampling = with_seed(sampling)
     for lm in lms:
-        if lm.is_auto:
-            lm.costs()  # else they would be measured while others are timed
         lm.generate([prompts[0]], sampling, max_tokens=min(sampling.max_tokens, 16))
     runs: list[list[Generation]] = [[] for _ in lms]
     total, done = rounds * len(prompts) * len(lms), 0

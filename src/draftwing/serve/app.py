@@ -160,11 +160,9 @@ def make_app(lm: LM, settings: Settings) -> FastAPI:
 
     @app.get("/health", response_class=Response, responses=_responses(503))
     async def health() -> Response:
-        """Report whether the server accepts requests, and if the costs of drafts are measured."""
+        """Report whether the server accepts requests."""
         is_running = worker.state == "running"
         status = {"status": "ok" if is_running else worker.state, "open_requests": worker.num_accepted}
-        if costs := lm.describe_costs():
-            status["costs"] = costs
         if worker.error is not None:
             status["error"] = str(worker.error)
         return Response(dumps(status), 200 if is_running else 503, media_type="application/json")

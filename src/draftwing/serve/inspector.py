@@ -16,7 +16,6 @@ from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
-from draftwing.budget.measure import known_costs
 from draftwing.errors import ConfigError, DraftwingError, shown
 from draftwing.limits import names_of
 from draftwing.lm import LM
@@ -112,18 +111,12 @@ def install_inspector(app: FastAPI, lm: LM, model: str, defaults: Defaults, *, n
             }
         )
 
-    def read_costs(draft: str) -> dict[str, Any]:
-        new = new_drafter(draft) if draft not in ("", "none") else lm.new_drafter
-        costs = known_costs(lm.target, new()) or known_costs(lm.target, lm.new_drafter())
-        if costs is None:
-            unmeasured = "Costs were not measured on this machine yet; a server with tree auto measures them."
-            return {"why": lm.describe_costs().capitalize() or unmeasured}
-        curves = {"verify": costs.verify, "chain": costs.chain, "tree": costs.tree}
-        return {**{name: curve.knots for name, curve in curves.items()}, "context": costs.context}
-
     @app.get("/inspector/costs", include_in_schema=False)
-    async def get_costs(draft: str = "") -> Response:
-        return _json(await run_in_threadpool(read_costs, draft))
+    async def get_costs() -> Response:
+        costs = lm.observed_costs
+        if costs is None:
+            return _json({"why": "Costs are learned from requests that are decoded alone with tree auto."})
+        return _json({"verify": costs.verify.knots, "chain": costs.chain.knots, "tree": costs.tree.knots})
 
     def make_lesson(body: _LessonBody) -> dict[str, Any]:
         if (body.messages is None) == (body.prompt is None):

@@ -45,7 +45,7 @@ async function ask(path, body, signal) {
 }
 
 export const getState = async () => (await ask("inspector/state")).json();
-export const getCosts = async (draft) => (await ask(`inspector/costs?draft=${encodeURIComponent(draft || "")}`)).json();
+export const getCosts = async () => (await ask("inspector/costs")).json();
 export const getLesson = async (body) => (await ask("inspector/lesson", body)).json();
 
 // Yields the events of a stream as they arrive.

@@ -13,7 +13,7 @@ const VIEWS = [
   ["lesson", "Lesson", Lesson],
 ];
 const TREES = [
-  ["auto", "auto: by measured costs"],
+  ["auto", "auto: by observed costs"],
   ["chain:3", "chain of 3"],
   ["chain:6", "chain of 6"],
   ["dynamic:12,4,3", "tree, 12 nodes"],
@@ -126,13 +126,11 @@ function App() {
     }
   };
   useEffect(() => void load(), []);
-  const isOver = Boolean(run?.isOver); // costs may have been measured during the run
+  const isOver = Boolean(run?.isOver); // more costs were observed during the run
   useEffect(() => {
     if (!state) return;
-    setCosts((now) => (now?.draft === options.draft ? now : null));
-    const show = (found) => setCosts({ ...found, draft: options.draft });
-    getCosts(options.draft).then(show, (failure) => show({ why: failure.message }));
-  }, [state, options.draft, isOver]);
+    getCosts().then(setCosts, (failure) => setCosts({ why: failure.message }));
+  }, [state, isOver]);
   const go = (name) => {
     setView(name);
     history.replaceState(null, "", `#${name}`);

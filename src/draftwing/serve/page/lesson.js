@@ -19,7 +19,7 @@ function DraftPart({ run, step, state, node, onNode }) {
   const ms = short(step.seconds.draft * 1000);
   return html`<${Part} number="1" title="Draft: guess ahead">
     <p>The last token of the text so far is <${T}>${step.nodes[0].text}<//>. It is <em>pending</em>: emitted, but not yet read by the target. In ${ms} ms the drafter <b>${run.options.draft}</b>
-      ${step.num_drafted ? ` guessed ${step.num_drafted} tokens that may follow, as a tree: each node is one guess for what comes after the node before it.` : ` guessed nothing here: by the measured costs, guesses would have cost more than they save. Choose another step.`}</p>
+      ${step.num_drafted ? ` guessed ${step.num_drafted} tokens that may follow, as a tree: each node is one guess for what comes after the node before it.` : ` guessed nothing here: by the observed costs, guesses would have cost more than they save. Choose another step.`}</p>
     <${Tree} step=${step} chosen=${node} onChoose=${onNode} />
     <p class="note">${chanceMeans(run, draft)}</p>
     <${Features} draft=${draft} state=${state} />
