@@ -76,18 +76,6 @@ def test_generate_writes_the_text_alone_on_stdout(target, expected, tmp_path, so
     assert re.search(r"12 tokens \| [\d.]+ tokens/s \| tau \d", result.stderr)
 
 
-@pytest.mark.parametrize("command", ["generate", "chat"])
-def test_the_first_use_reports_costs_on_stderr_alone(target, tmp_path, command):
-    copy = shutil.copytree(target, tmp_path / "copy")  # a model that nobody has measured
-    args = ["-t", copy, "-d", "lookup", "-n", 12, *(["--no-chat"] if command == "chat" else [])]
-    first, second = (run(command, *args, stdin=PROMPT) for _ in range(2))
-    assert first.exit_code == 0, first.output
-    assert first.stderr.startswith("measuring costs during the first answer")
-    assert re.search(r"^costs measured in [\d.]+ s: a forward ", first.stderr, re.MULTILINE)
-    assert "measur" not in second.stderr
-    assert first.stdout == second.stdout
-
-
 def test_generate_json(target, expected):
     args = ["generate", PROMPT, "-t", target, "-d", target, "-n", 12, "--tree", "chain:3", "--json", "--compare"]
     stop = expected.text[4:6]

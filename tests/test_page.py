@@ -3,7 +3,6 @@
 Skipped where there is no Chromium: ``make`` installs playwright, but no browser.
 """
 
-import dataclasses
 import gzip
 import re
 import shutil
@@ -18,7 +17,6 @@ import uvicorn
 
 import draftwing as dw
 from conftest import add_tokenizer
-from draftwing.budget import measure
 from draftwing.serve.app import Settings, make_app
 from serving import PATIENT
 
@@ -58,17 +56,12 @@ def toy():
 
 @pytest.fixture(scope="module")
 def chat(folder_of, tmp_path_factory):
-    """A tiny random chat model behind a key; costs are measured for its automatic budget."""
+    """A tiny random chat model behind a key."""
     folder = tmp_path_factory.mktemp("page") / "target"
     add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=300, head_dim=32), folder), chat_template=TEMPLATE)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            measure, "CONFIG", dataclasses.replace(measure.CONFIG, rounds=2)
-        )  # costs of a tiny model: any will do
-        lm = dw.load(folder, draft="lookup", device="cpu")
-        lm.costs()
-        with served(lm, api_keys=(KEY,)) as address:
-            yield address
+    lm = dw.load(folder, draft="lookup", device="cpu")
+    with served(lm, api_keys=(KEY,)) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -176,27 +169,6 @@ def test_the_state_names_what_may_be_chosen(toy):
     )
 
 
-@pytest.fixture
-def unmeasured(monkeypatch):
-    """Nobody measured costs here; other tests may have."""
-    monkeypatch.setattr("draftwing.serve.inspector.known_costs", lambda *args: None)
-
-
-def test_costs_that_nobody_measured_are_told_as_such(toy, unmeasured):
-    assert "not measured" in httpx.get(f"{toy[0]}/inspector/costs", timeout=PATIENT).json()["why"]
-
-
-def test_costs_are_told_where_they_were_measured(toy, chat):
-    found = httpx.get(
-        f"{chat}/inspector/costs?draft=lookup", headers={"Authorization": f"Bearer {KEY}"}, timeout=PATIENT
-    ).json()
-    assert found["verify"][0][0] == 1
-    assert all(seconds > 0 for _, seconds in found["verify"])
-    wrong = httpx.get(f"{toy[0]}/inspector/costs?draft=medusa", timeout=PATIENT)
-    assert wrong.status_code == 400
-    assert "choose eagle3" in wrong.json()["error"]["message"]
-
-
 def test_keys_guard_the_inspector(chat):
     assert httpx.get(f"{chat}/", timeout=PATIENT).status_code == 200
     for path in ("state", "costs"):
@@ -238,7 +210,7 @@ def test_a_lesson_stands_where_its_text_stands(toy):
 # --- in a browser ---------------------------------------------------------------------------------------------------
 
 
-def test_a_text_and_its_steps(toy, opened, unmeasured):
+def test_a_text_and_its_steps(toy, opened):
     address, lm = toy
     page = opened(address)
     page.get_by_role("heading", name="See drafts being accepted").wait_for()
@@ -263,7 +235,7 @@ def test_a_text_and_its_steps(toy, opened, unmeasured):
     page.locator("table.nodes tbody tr").nth(row.num_drafted + 1).wait_for()
     assert page.locator("table.nodes tbody tr").count() == row.num_drafted + 2
     assert page.locator(".plot canvas").count() == 4
-    assert "not measured" in page.locator(".plots .empty").inner_text()
+    assert "Costs are learned" in page.locator(".plots .empty").inner_text()
     assert not serious(page)
 
 

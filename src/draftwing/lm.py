@@ -112,7 +112,7 @@ class LM:
         tokenizer: the target's.
         new_drafter: makes a drafter with empty state for each decode loop; None decodes without drafts.
         rule, lossless: see ``Decoder``.
-        budget: how much to draft in every step; None decides step by step from measured costs (``budget.planner``).
+        budget: how much to draft in every step; None decides step by step from observed costs (``budget.planner``).
 
     Attributes:
         drafter: an idle drafter, which describes what this model drafts with (see ``Drafter``).

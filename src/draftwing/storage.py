@@ -1,6 +1,6 @@
 """Read and write files, lock output folders, and keep this machine's cache folder.
 
-The cache folder holds the compiled kernel, measured costs and downloaded models. These files are executed and trusted,
+The cache folder holds the compiled kernel and downloaded models. These files are executed and trusted,
 so no other user may write to it. On Linux the folder is opened once, its owner and mode are checked on the open handle,
 and files are accessed through it: replacing the folder after the check has no effect.
 """

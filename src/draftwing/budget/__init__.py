@@ -1,1 +1,1 @@
-"""How much to draft, from measured costs and observed acceptance."""
+"""How much to draft, from observed costs and acceptance."""

@@ -69,7 +69,7 @@ class Series:
         """Return the seconds that a step will take: as the last time, or in proportion to the last smaller count."""
         if not self._elapsed:
             return 0.0 if self.guess is None else self.guess(count)
-        last = max(known for known in self._elapsed if known <= count)
+        last = max((known for known in self._elapsed if known <= count), default=min(self._elapsed))
         return self._elapsed[last] * count / last
 
     def run(self, count: int, *, counts: bool = True) -> None:
@@ -162,7 +162,7 @@ def measure(
     target: Target,
     new_drafter: Callable[[], Drafter],
     new_loop: NewLoop,
-    seconds: float = CONFIG.seconds,
+    seconds: float | None = None,
     *,
     long: int | None = None,
 ) -> Costs:
@@ -172,7 +172,8 @@ def measure(
         target: as loaded: its arithmetic, device and threads matter.
         new_drafter: makes the drafter.
         new_loop: makes a decode loop from a drafter and a budget.
-        seconds: for all steps together. On a slow machine large sizes may not be measured: they are extrapolated.
+        seconds: for all steps together, ``CONFIG.seconds`` by default. On a slow machine large sizes may not be
+            measured: they are extrapolated.
         long: tokens of the row that gives the cost per token of context; half the context at most.
 
     Raises:
@@ -213,7 +214,7 @@ def measure(
     chain_rows = Series(
         depths[-1:], lambda depth: together.draft(Budget(depth)), lambda depth: num_rows * chain.predict(depth)
     )
-    end = time.perf_counter() + seconds
+    end = time.perf_counter() + (CONFIG.seconds if seconds is None else seconds)
     for turn in range(CONFIG.rounds):
         for series in (verify, chain, verify_large, by_rows, by_context, tree, chain_rows):
             if series.guess is not None and turn >= 2 and turn % 2 == 0:

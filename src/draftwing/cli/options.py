@@ -161,7 +161,7 @@ class Drafting:
     )
     tree: str = option(
         "auto",
-        "auto (by measured costs), chain:K, dynamic:NODES,DEPTH,WIDTH (EAGLE-2: its total_token=60, depth=7, top_k=10 "
+        "auto (by observed costs), chain:K, dynamic:NODES,DEPTH,WIDTH (EAGLE-2: its total_token=60, depth=7, top_k=10 "
         "is dynamic:59,8,10), static (EAGLE-1), medusa, or a JSON file with a list of paths of ranks.",
     )
     lossy: bool = option(False, "Allow a rule that changes the output distribution (typical).", expert=True)

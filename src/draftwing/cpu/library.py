@@ -131,11 +131,6 @@ class Kernel:
         self.has_tiles = self.use_tiles(os.environ.get("DRAFTWING_KERNEL_AMX") != "off")
         self.has_int8 = bool(library.draftwing_has_int8())
 
-    @property
-    def costs_like(self) -> str:
-        """Identifies code and instructions: measurements are valid for one such string."""
-        return f"{self.name} AMX" if self.has_tiles else self.name
-
     def use_tiles(self, wanted: bool) -> bool:
         """Turn the processor's tiles (AMX) for products of 8 and 16 bits on or off; returns whether they are on.
 

@@ -148,7 +148,7 @@ export function Plots({ run, step, costs, theme }) {
     <${Plot} title="Where the time goes" note=${html`<span class="keys">${PHASES.map(share)}</span>`} make=${makeTimes} data=${timesData(steps)} theme=${theme} />
     ${curve
       ? html`<${Plot} title="Cost of a forward on this machine" make=${makeCosts} data=${costsData(curve, steps, step)} theme=${theme}
-          note=${step ? `this step: ${step.nodes.length} nodes, ${short(spent(step))} ms; line: measured before` : "line: measured before; dots: steps"} />`
+          note=${step ? `this step: ${step.nodes.length} nodes, ${short(spent(step))} ms; line: learned` : "line: learned from steps; dots: steps"} />`
       : html`<figure class="plot"><figcaption><strong>Cost of a forward on this machine</strong></figcaption>
           <p class="empty">${costs?.why ?? "Reading the costs…"}</p></figure>`}
   </div>`;
