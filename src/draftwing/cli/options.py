@@ -223,7 +223,8 @@ class Model:
     target: str | None = TARGET
     dtype: str = option("float32", "float32, bfloat16, float16, float64, or auto: the checkpoint's.")
     quantize: str | None = option(
-        None, "int8: a quarter of the memory, up to three times as fast on a CPU. The output is the quantized model's."
+        None,
+        "int8 or q4 (4 bits): a quarter or a sixth of the memory, and faster on a CPU. The output is the quantized model's.",
     )
     arithmetic: str | None = option(
         None, "Products with a GGUF file's blocks: int8, or float32 (slower). [default: int8]", expert=True

@@ -15,6 +15,7 @@ from draftwing.errors import CheckpointError, ConfigError
 from draftwing.models.weights import Stored, stack
 
 TILE = 64  # outputs per tile
+BLOCK = 32  # inputs that share a factor and an offset in 4 bits
 MAX_LEVEL = 127
 MIN_SPLIT = 32  # inputs per step of the matrix tiles
 _CHUNK = 4096  # channels quantised at once, to bound the float copies
@@ -60,7 +61,14 @@ class Packed:
         gated: bool = False,
         rounds: bool = False,
     ) -> Packed:
-        """Pack ``weight`` (out, in); float32 numbers that are exact in 16 bits take 16."""
+        """Pack ``weight`` (out, in); float32 numbers that are exact in 16 bits take 16.
+
+        Args:
+            quantize: "int8", "q4" (see ``quantize_blocks``) or None. Blocks need a multiple of 32 inputs; others take 8
+                bits.
+        """
+        if quantize == "q4" and weight.shape[1] % BLOCK == 0:
+            return cls.of_stored([quantize_blocks(weight)], bias, gated=gated, arithmetic="int8")
         if quantize is None:
             stored = Stored("float32", weight.shape[1], weight.float())
             narrow = stored.rounded() if rounds else stored.narrowed()
@@ -68,7 +76,7 @@ class Packed:
         levels, scales = quantize_channels(weight)
         levels = F.pad(levels, (0, -weight.shape[1] % 4))
         parts = [half.contiguous().view(torch.uint8)[:, None] for half in levels.chunk(2 if gated else 1)]
-        kind = FORMATS[quantize]
+        kind = FORMATS["int8"]
         return cls(
             weight.shape[1], weight.shape[0] // len(parts), kind, _tiles(parts, kind, interleave=gated),
             _by_output(scales, gated), _by_output(128 * levels.sum(1, dtype=torch.int32), gated),
@@ -122,21 +130,24 @@ class Packed:
             raise ConfigError(f"outputs must be from 0 to {self.num_out - 1}, found {outputs.tolist()!r:.60}")
         return required_kernel().rows(self.format.code, self.weight, self.num_in, outputs)
 
-    def refill(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def refill(self, weight: Tensor, bias: Tensor | None = None, *, quantize: str | None = None) -> None:
         """Replace its numbers by others (out, in), rounded to its format, in the same memory, which programs refer to.
 
+        Args:
+            quantize: how it was quantized.
+
         Raises:
-            ConfigError: the matrix is stored in GGUF blocks.
+            ConfigError: the matrix is stored in the blocks of a GGUF file.
             NotFiniteError: a number is NaN or infinite.
         """
         kind = self.format
-        if kind.is_blocks:
+        if kind.is_blocks and quantize is None:
             raise ConfigError(f"a matrix in blocks ({kind.name}) cannot be refilled: load it in 16 bits or more")
-        if kind.is_exact:
+        if quantize is None and kind.is_exact:
             rounded = Stored(kind.name, self.num_in, weight.to(getattr(torch, kind.name)))
             fresh = Packed.of_stored([rounded], bias, gated=self.gated)
         else:
-            fresh = Packed.of(weight, bias, quantize=kind.name, gated=self.gated)
+            fresh = Packed.of(weight, bias, quantize=quantize or kind.name, gated=self.gated)
         for name in ("weight", "scales", "sums", "bias"):
             if getattr(self, name) is not None:
                 getattr(self, name).copy_(getattr(fresh, name))
@@ -156,6 +167,32 @@ def quantize_channels(weight: Tensor) -> tuple[Tensor, Tensor]:
         scales[start : start + _CHUNK] = scale
         levels[start : start + _CHUNK] = (part / scale[:, None]).round_().clamp_(-MAX_LEVEL, MAX_LEVEL)
     return levels, scales
+
+
+def quantize_blocks(weight: Tensor) -> Stored:
+    """Quantise a matrix (out, in) to 4 bits in blocks of 32 inputs, each with a factor and an offset: GGUF's Q4_1.
+
+    The levels between a block's extremes are rounded to, then factor and offset are fitted to them by least squares,
+    and the levels are rounded to once more.
+    """
+    num_out, num_in = weight.shape
+    data = torch.empty(num_out, num_in // BLOCK, 4 + BLOCK // 2, dtype=torch.uint8)
+    for start in range(0, num_out, _CHUNK):
+        x = weight[start : start + _CHUNK].float().reshape(-1, BLOCK)
+        low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
+        levels = _levels(x, (high - low) / 15, low)
+        spread, mean = levels - levels.mean(1, keepdim=True), x.mean(1, keepdim=True)
+        variance = (spread * spread).sum(1, keepdim=True)
+        factor = ((spread * x).sum(1, keepdim=True) / variance.clamp_min(1)).half()  # 0 if all weights are equal
+        offset = (mean - factor.float() * levels.mean(1, keepdim=True)).half()
+        whole = _levels(x, factor.float(), offset.float()).to(torch.uint8)
+        parts = (factor.view(torch.uint8), offset.view(torch.uint8), whole[:, :16] | whole[:, 16:] << 4)
+        data[start : start + _CHUNK] = torch.cat(parts, 1).view(-1, *data.shape[1:])
+    return Stored("Q4_1", num_in, data.flatten(1))
+
+
+def _levels(x: Tensor, factor: Tensor, offset: Tensor) -> Tensor:
+    return ((x - offset) / factor.clamp_min(torch.finfo(torch.float32).tiny)).round_().clamp_(0, 15)
 
 
 # --- tiles -----------------------------------------------------------------------------------------------------------

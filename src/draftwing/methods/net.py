@@ -41,6 +41,9 @@ class TargetId:
 # Fields that most configs copy from the target's: those of an attention layer, and of a decoder layer.
 ATTENTION_FIELDS = ("vocab_size", "hidden_size", "rope", "num_heads", "num_kv_heads", "head_dim", "rms_norm_eps")
 LAYER_FIELDS = (*ATTENTION_FIELDS, "intermediate_size", "activation")
+# Weights of a head that stays in the processor's caches while the target is read: 4 bits would save no time there,
+# and they cost small heads up to 3% of tau.
+MAX_CACHED = 4_000_000
 # Fields that must be at least 1, in configs that have them.
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
@@ -296,7 +299,7 @@ class DraftNet(nn.Module, ABC):
     def prepack(self, quantize: str | None = None, *, fast: bool = False) -> Any:
         """Choose a runtime and lay out the matrices for it, quantized by ``quantize`` (see ``Linear``).
 
-        ``fast`` also quantizes to 8 bits if the CPU kernel then drafts faster, which changes drafts a little and never
+        ``fast`` also quantizes to 4 bits if the CPU kernel then drafts faster, which changes drafts a little and never
         the output. The network cannot be trained or saved afterwards.
         """
         self.requires_grad_(False)
@@ -305,6 +308,9 @@ class DraftNet(nn.Module, ABC):
         runtime, layout = runtime_for(
             self.dtype, self.device, head_dim, activation, is_dense=self.is_traceable, quantize=quantize, fast=fast
         )
+        num_weights = sum(module.weight.numel() for module in self.modules() if isinstance(module, Linear))
+        if fast and layout == Layout("kernel", "int8") and num_weights > MAX_CACHED:
+            layout = replace(layout, quantize="q4")
         if runtime.name == "kernel" and self._target_head:
             head = self._target_head[0].for_drafts(layout.quantize)
             if head is None:  # laid out for PyTorch, which must then run this network too

@@ -79,12 +79,15 @@ class Reader:
         bias: bool = False,
         *,
         exact: bool = False,
+        is_head: bool = False,
         gated: bool = False,
     ) -> Linear:
-        """Stack matrices of one input; an ``exact`` one is never quantised."""
+        """Stack matrices of one input; an ``exact`` one is never quantised, an LM head not to 4 bits."""
         biases = [self.tensor(f"{name}.bias", out) for name, out in zip(names, outs, strict=True)] if bias else None
         bias_of_all = None if biases is None else torch.cat(biases)
         layout = replace(self.layout, quantize=None) if exact else self.layout
+        if is_head and layout.quantize == "q4":
+            layout = replace(layout, quantize="int8")
         shapes = {f"{name}.weight": (out, num_in) for name, out in zip(names, outs, strict=True)}
         if layout.runs == "kernel":
             return self._packed(
@@ -169,10 +172,10 @@ def _read_ends(reader: Reader, config: ModelConfig) -> tuple[Embedding, Linear]:
     """The input embedding and the LM head; if they are one matrix, the CPU kernel keeps it once."""
     size, name = (config.vocab_size, config.hidden_size), "model.embed_tokens"
     if not config.tie_word_embeddings:
-        return reader.embedding(f"{name}.weight", *size), reader.linear(["lm_head"], [size[0]], size[1])
+        return reader.embedding(f"{name}.weight", *size), reader.linear(["lm_head"], [size[0]], size[1], is_head=True)
     reader.used.add("lm_head.weight")  # some folders save the shared matrix twice
     if reader.layout.runs == "kernel":
-        head = reader.linear([name], [size[0]], size[1])
+        head = reader.linear([name], [size[0]], size[1], is_head=True)
         return reader.embedding(f"{name}.weight", *size) if head.quantized else Embedding(head.packed[0]), head
     embedding = reader.embedding(f"{name}.weight", *size)
     return embedding, Linear(embedding.plain()).lay_out(reader.layout)
@@ -312,7 +315,7 @@ class LeanTarget(Target):
         rows and weights of its products; states, KV slots and logits are float32.
 
         Args:
-            quantize: "int8" for all matrices but the routers of experts, or None.
+            quantize: "int8" for all matrices but the routers of experts, "q4" for 4 bits in the layers, or None.
             fast: quantise if the CPU kernel is faster that way: for a draft model, whose distribution is not output.
             expand: convert weights to float32.
             arithmetic: "float32" or "int8" products with GGUF blocks; None is int8 if the CPU kernel runs them.
@@ -358,7 +361,7 @@ class LeanTarget(Target):
 
     @property
     def quantized(self) -> str | None:
-        return self.net.head.quantized
+        return self.net.layers[0].qkv.quantized
 
     @property
     def matrices(self) -> list[Linear]:

@@ -46,8 +46,8 @@ def check_quantize(quantize: str | None, dtype: torch.dtype, device: torch.devic
     """
     if quantize is None:
         return
-    if not isinstance(quantize, str) or quantize != "int8":
-        raise ConfigError(f"quantize must be one of int8 or None, found {shown(quantize)}")
+    if not isinstance(quantize, str) or quantize not in ("int8", "q4"):
+        raise ConfigError(f"quantize must be int8, q4 or None, found {shown(quantize)}")
     if device.type != "cpu":
         raise UnsupportedError(
             f"quantize={quantize!r} does not run on {str(device)!r}: choose device='cpu', or leave quantize out"
@@ -56,6 +56,11 @@ def check_quantize(quantize: str | None, dtype: torch.dtype, device: torch.devic
         raise UnsupportedError(
             f"quantize={quantize!r} needs dtype float32 or bfloat16, found {str(dtype).removeprefix('torch.')}: choose "
             f"one of these, or leave quantize out"
+        )
+    if runs != "kernel" and quantize == "q4":
+        raise UnsupportedError(
+            "quantize='q4' runs in the CPU kernel alone, which is not available for this model (see draftwing info): "
+            "choose quantize='int8', or leave quantize out"
         )
     if runs != "kernel" and not has_exact_int8():
         raise UnsupportedError(
@@ -273,7 +278,7 @@ class Layout:
 
     Attributes:
         runs: ``kernel`` for the CPU kernel's programs, ``torch`` prepacked if that is faster, ``plain`` unchanged.
-        quantize: "int8" or None.
+        quantize: "int8", "q4" or None.
         expand: float32 even if a file holds smaller numbers, for comparisons.
         rounds: the CPU kernel's products are those of bfloat16, with float32 sums, unless quantised.
         arithmetic: of GGUF blocks in the CPU kernel: "float32", or "int8" products.
@@ -304,6 +309,7 @@ class Linear(nn.Module):
         self._blocks: BlockProduct | None = None
         self._int8: Int8Product | None = None
         self._fused: tuple[Packed, ...] = ()
+        self.quantized: str | None = None  # "int8" or "q4"
         self._expanded: tuple[str, ...] = ()  # formats of the file that the CPU kernel does not support
 
     @classmethod
@@ -329,7 +335,7 @@ class Linear(nn.Module):
         if quantize is not None or (gated and differ):
             plain = [part.expand() for part in parts]
             weight = plain[0] if len(plain) == 1 else torch.cat(plain)
-            linear._fused = (Packed.of(weight, bias, quantize=quantize, gated=gated),)
+            linear._fused, linear.quantized = (Packed.of(weight, bias, quantize=quantize, gated=gated),), quantize
             if quantize is None:
                 linear._expanded = tuple(dict.fromkeys(part.was or part.format for part in parts))
             return linear
@@ -342,11 +348,6 @@ class Linear(nn.Module):
             for group, part in zip(groups, biases, strict=True)
         )
         return linear
-
-    @property
-    def quantized(self) -> str | None:
-        """ "int8", or None."""
-        return "int8" if self._int8 is not None or "int8" in self.formats else None
 
     @property
     def has_levels(self) -> bool:
@@ -420,7 +421,7 @@ class Linear(nn.Module):
         """Lay a float32 matrix out for the CPU kernel, in 16 bits if these hold its numbers exactly.
 
         Args:
-            quantize: "int8" or None.
+            quantize: "int8", "q4" or None.
             gated: the first half of the outputs are gates of the second. Such a matrix runs in programs, not in
                 ``forward``.
             rounds: round weights and rows to bfloat16, unless quantised.
@@ -428,6 +429,7 @@ class Linear(nn.Module):
         if not self._fused:
             bias = None if self.bias is None else self.bias.detach()
             self._fused = (Packed.of(self.weight.detach(), bias, quantize=quantize, gated=gated, rounds=rounds),)
+            self.quantized = quantize
             self._drop()
 
     def for_drafts(self, quantize: str | None) -> Linear | None:
@@ -461,7 +463,7 @@ class Linear(nn.Module):
                 f"quantize={method!r} takes matrices of at most {_MAX_INPUTS} inputs, found {self.num_in}: leave "
                 f"quantize out"
             )
-        self._int8 = Int8Product(self.weight.detach())
+        self._int8, self.quantized = Int8Product(self.weight.detach()), method
         self._drop()
 
     @torch.no_grad()
@@ -469,13 +471,13 @@ class Linear(nn.Module):
         """Replace the numbers by others (out, in) in the same layout, also for programs that were traced before.
 
         Raises:
-            ConfigError: it has several parts, or is stored in GGUF blocks.
+            ConfigError: it has several parts, or is stored in the blocks of a GGUF file.
             NotFiniteError: a number is NaN or infinite.
         """
         if len(self._fused) > 1:
             raise ConfigError("a matrix in several parts takes no other numbers: load it in one format")
         for part in self._fused:
-            part.refill(weight.float(), bias)
+            part.refill(weight.float(), bias, quantize=self.quantized)
         if self._int8 is not None:
             self._int8 = Int8Product(weight.to(self.dtype))
         elif self._packed is not None:

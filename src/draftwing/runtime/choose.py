@@ -33,7 +33,7 @@ def runtime_for(
         is_dense: True if it has no experts.
         may_round: True if ``dtype`` bfloat16 may mean float32 states that only products round.
         prepack: False keeps plain weights, for training.
-        quantize: "int8" or None.
+        quantize: "int8", "q4" or None.
         fast: use 8 bits if the CPU kernel is faster with them: for draft networks, whose distribution is not output.
     """
     # The CPU kernel runs dense float32 or bfloat16 layers whose heads are whole vectors.
