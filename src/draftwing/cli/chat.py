@@ -155,11 +155,7 @@ class _Conversation:
         }
 
     def run(self, lines: _Lines) -> None:
-        """Continue until the end of the lines, ``/quit``, or a second Ctrl-C in a row.
-
-        Raises:
-            DraftwingError: the first error in lines that are not typed.
-        """
+        """Continue until the end of the lines, ``/quit``, or a second Ctrl-C in a row."""
         self._are_typed, note = lines.are_typed, self._screen.note
         if self._are_typed and not self._as_json:
             name, draft = self._dialogue.lm.target.name, _label(self._dialogue.draft)

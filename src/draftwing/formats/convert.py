@@ -42,11 +42,6 @@ def convert(
         taps: the hidden states that the head reads, instead of those that the source names.
         depth: number of tokens that a speculators config proposes.
 
-    Raises:
-        CheckpointError: a source that cannot be read, or a destination that cannot be written or is the source.
-        ConfigError: no such layout, or an invalid config.
-        UnsupportedError: a head that the layout cannot express, or that Draftwing does not support.
-
     Warns:
         DraftwingWarning: something had to be guessed or fixed to read the source.
     """
@@ -71,10 +66,6 @@ def serve_command(to: str, target: str, folder: Path, depth: int) -> str:
         to: ``vllm``, ``sglang`` or ``speculators`` (which vLLM serves).
         target: path or hub id.
         depth: draft tokens in a row.
-
-    Raises:
-        ConfigError: a layout that no engine serves, or a depth below 1.
-        CheckpointError, UnsupportedError: no head in the folder.
     """
     folder = Path(folder)
     if to not in SERVED_BY:

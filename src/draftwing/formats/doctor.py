@@ -125,9 +125,6 @@ def diagnose(head_folder: Path, target_folder: Path | None = None) -> list[Findi
 
     Args:
         target_folder: the head's target; without it half of the checks are ``unknown``.
-
-    Raises:
-        CheckpointError, ConfigError, TokenizerError: the target's folder cannot be read.
     """
     target = None
     if target_folder is not None:

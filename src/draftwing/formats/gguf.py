@@ -83,11 +83,7 @@ class Metadata:
         return ConfigError(f"{self.where}: metadata `{key}` must be {expected}, found {found}. {ADVICE}")
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = 0, maximum: int = 2**31 - 1) -> int:
-        """Return an integer in a range; an array with one for each layer must hold the same for all.
-
-        Raises:
-            UnsupportedError: layers differ.
-        """
+        """Return an integer in a range; an array with one for each layer must hold the same for all."""
         value = self._get(key, default)
         if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.size:
             if (value != value[0]).any():
@@ -217,12 +213,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def open_file(path: Path) -> GgufFile:
-    """Map a GGUF file and read its header; if it is the first part of a split model, all parts.
-
-    Raises:
-        CheckpointError: no such file, not a GGUF file, truncated or damaged, or a part is missing.
-        UnsupportedError: an unknown version or tensor format.
-    """
+    """Map a GGUF file and read its header; if it is the first part of a split model, all parts."""
     with ExitStack() as on_error:
         file = on_error.enter_context(closing(GgufFile(path)))
         count = file.metadata.integer("split.count", 0, maximum=10000)

@@ -38,13 +38,7 @@ _temporary: dict[str, Path] = {}  # folders by name, used if the cache cannot be
 
 
 def open_gguf(path: Path) -> Path:
-    """Return the model folder of a GGUF file; write it first if it is missing.
-
-    Raises:
-        CheckpointError: no such file, not a GGUF file, truncated or damaged.
-        ConfigError, UnsupportedError: metadata that is missing, invalid or not supported.
-        TokenizerError: no tokenizer, or one that cannot be read.
-    """
+    """Return the model folder of a GGUF file; write it first if it is missing."""
     path = Path(path).expanduser().absolute()  # links are kept: parts of a split model lie next to the link
     name = _folder_name(path)
     try:
@@ -72,7 +66,7 @@ def link_of(folder: Path) -> Path | None:
 
 
 def folder_files(file: GgufFile) -> dict[str, str]:
-    """Return the contents of a model folder's files by name. Raises as ``open_gguf``."""
+    """Return the contents of a model folder's files by name."""
     config = _config(file)
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config[key] is not None}
     return {
@@ -148,12 +142,7 @@ def _is_complete(folder: Path, path: Path) -> bool:
 
 
 def get_architecture(file: GgufFile) -> str:
-    """Return ``general.architecture``.
-
-    Raises:
-        UnsupportedError: an architecture that is not supported, or the file holds no model.
-        ConfigError: the key is missing.
-    """
+    """Return ``general.architecture``."""
     where, kind = file.metadata.where, file.metadata.text("general.type", "model")
     if kind != "model":
         raise UnsupportedError(f"{where}: this file holds a model's \"{kind:.40}\" only. Give the model's own file.")

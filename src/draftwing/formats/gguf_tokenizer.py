@@ -141,12 +141,7 @@ def _special_id(data: Metadata, name: str, count: int) -> int | None:
 
 
 def end_ids(data: Metadata) -> list[int]:
-    """Return the ids of the tokens that end a text: those that the file names, then those with a usual name.
-
-    Raises:
-        TokenizerError: no tokens, two equal ones, or an id beyond them.
-        ConfigError: metadata of another type.
-    """
+    """Return the ids of the tokens that end a text: those that the file names, then those with a usual name."""
     ids = _read_tokens(data)
     ends = [_special_id(data, name, len(ids)) for name in ("eos", "eot", "eom")]
     ends += [ids.get(token) for token in _END_TOKENS]
@@ -154,12 +149,7 @@ def end_ids(data: Metadata) -> list[int]:
 
 
 def tokenizer_json(data: Metadata, size: int) -> str:
-    """Return the text of ``tokenizer.json`` for a model with ``size`` embeddings.
-
-    Raises:
-        TokenizerError: no tokenizer, one of another kind, or one whose parts do not fit.
-        ConfigError: metadata of another type.
-    """
+    """Return the text of ``tokenizer.json`` for a model with ``size`` embeddings."""
     ids = _read_tokens(data)
     if len(ids) > size:
         raise TokenizerError(f"{data.where}: {len(ids)} tokens for {size} embeddings. {ADVICE}")
@@ -180,7 +170,7 @@ def tokenizer_json(data: Metadata, size: int) -> str:
 
 
 def tokenizer_config(data: Metadata, positions: int) -> dict[str, Any]:
-    """Return ``tokenizer_config.json``: special tokens and the chat template. Raises as ``tokenizer_json``."""
+    """Return ``tokenizer_config.json``: special tokens and the chat template."""
     tokens = list(_read_tokens(data))
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -41,10 +41,6 @@ def head_files(head: Head, layout: str, depth: int = 5) -> tuple[Config, dict[st
 
     Args:
         depth: number of tokens that a speculators config proposes.
-
-    Raises:
-        ConfigError: no such layout.
-        UnsupportedError: the layout cannot express this head; the message names the reason.
     """
     if layout not in LAYOUTS:
         raise ConfigError(f"unknown head layout {layout!r}: choose one of {', '.join(LAYOUTS)}")

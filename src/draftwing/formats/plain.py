@@ -52,11 +52,7 @@ class PlainHead:
 
 
 def save_plain(folder: Path, head: PlainHead) -> None:
-    """Write a head; an older one in the folder is replaced, whole or not at all.
-
-    Raises:
-        CheckpointError: the folder cannot be written, or holds another model.
-    """
+    """Write a head; an older one in the folder is replaced, whole or not at all."""
     ids = {} if head.target_ids is None else {DRAFT_IDS: head.target_ids}
     write_folder(Path(folder), {"draftwing": own_block(head)}, {**head.tensors, **ids})
 
@@ -78,10 +74,6 @@ def load_plain(folder: Path, kind: str, config_type: type, tensors: Mapping[str,
         kind: the expected kind.
         config_type: of its net's config.
         tensors: by this layout's names, if they are stored under other names.
-
-    Raises:
-        CheckpointError: another kind of head, or weights that are missing, damaged or not finite.
-        ConfigError: a config that does not fit ``config_type``.
     """
     folder = Path(folder)
     block, where = read_config(folder).get("draftwing"), f"{folder / 'config.json'}: draftwing"
@@ -107,11 +99,7 @@ def load_plain(folder: Path, kind: str, config_type: type, tensors: Mapping[str,
 
 
 def diagnose_plain(folder: Path, target: Path | None, kind: str, config_type: type) -> list[Finding]:
-    """Check that a head can be read and belongs to the target in the folder ``target``, for ``draftwing doctor``.
-
-    Raises:
-        CheckpointError, ConfigError, TokenizerError: the target's folder cannot be read.
-    """
+    """Check that a head can be read and belongs to the target in the folder ``target``, for ``draftwing doctor``."""
     target_id = None if target is None else target_id_of_folder(target)
     try:
         head = load_plain(folder, kind, config_type)

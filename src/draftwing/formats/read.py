@@ -84,10 +84,6 @@ class Head:
         Args:
             target: the target to run with; None if it is unknown.
             taps: replace those of the folder.
-
-        Raises:
-            CheckpointError: it was made for another target, or for another number of taps.
-            UnsupportedError: it reads a state of the target that Draftwing does not tap.
         """
         config, num_taps = self.config, len(self.config.taps)
         check_same_target(config.target or TargetId("", config.feature_size, 0, config.vocab_size), target, where)
@@ -200,11 +196,6 @@ def read_head(
         dtype: of the net's weights.
         taps: read these hidden states of the target instead of those that the folder names.
 
-    Raises:
-        CheckpointError: tensors missing, unknown, of other shapes or not finite, an impossible draft vocabulary,
-            or a head for another target.
-        ConfigError, UnsupportedError: an invalid config, or a kind of head that has no net here.
-
     Warns:
         DraftwingWarning: something had to be guessed or fixed; `draftwing doctor` explains more.
     """
@@ -255,7 +246,7 @@ def same_matrix(copy: Tensor, original: Tensor) -> bool:
 
 
 def load_head(folder: Path) -> Head:
-    """Read a head in any layout, as far as possible without its target. Raises as ``read_head``."""
+    """Read a head in any layout, as far as possible without its target."""
     folder = Path(folder)
     where = str(folder)
     settings = read_settings(read_config(folder), str(folder / "config.json"))
@@ -413,9 +404,6 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     """Return all tensors of a head as stored, on the CPU, from its safetensors or its ``pytorch_model.bin``.
 
     A pickled file is read with ``weights_only``, which runs no code from it.
-
-    Raises:
-        CheckpointError: no weights, or weights that are truncated, corrupt, or pickled with more than tensors.
     """
     folder = Path(folder)
     if folder.is_dir() and weight_files(folder) == [PICKLED]:

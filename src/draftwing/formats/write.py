@@ -28,10 +28,6 @@ def write_head(folder: Path, net: EagleNet, *, training: Mapping[str, Any] | Non
         net: not prepacked.
         training: notes on its training: any JSON. `draftwing doctor` reads two keys: ``chat_template`` (see
             ``chat_template_hash``) and ``coverage``, the draft vocabulary's share of the training tokens.
-
-    Raises:
-        CheckpointError: the folder cannot be written, or holds another model.
-        ConfigError: ``training`` is not JSON.
     """
     target = net.config.target
     ids = None if net.target_ids is None else net.target_ids.to("cpu", torch.int64)
@@ -41,12 +37,7 @@ def write_head(folder: Path, net: EagleNet, *, training: Mapping[str, Any] | Non
 
 
 def save_head(folder: Path, head: Head, layout: str, *, depth: int = 5) -> None:
-    """Write a head in one of the ``LAYOUTS``; ``depth`` is the number of tokens that speculators' config proposes.
-
-    Raises:
-        UnsupportedError: the layout cannot express this head.
-        CheckpointError: the folder cannot be written, or holds another model.
-    """
+    """Write a head in one of the ``LAYOUTS``; ``depth`` is the number of tokens that speculators' config proposes."""
     config, tensors = head_files(head, layout, depth)
     write_folder(folder, config, tensors)
 
@@ -72,10 +63,6 @@ def write_folder(
 
     Args:
         name: of the weight file; a ``.pt`` is pickled.
-
-    Raises:
-        CheckpointError: the folder cannot be written, holds another model, or has weights that an engine would read
-            instead.
     """
     folder = Path(folder)
     check_destination(folder)

@@ -94,11 +94,7 @@ def name_of_sampling(sampling: Sampling) -> str:
 
 
 def parse_sampling(text: str, folder: Path) -> Sampling:
-    """Parse ``0``, ``1``, ``0.2,top_p=0.9`` or ``model``: the ``generation_config.json`` in the target's folder.
-
-    Raises:
-        CheckpointError, ConfigError, SamplingError, UnsupportedError: unreadable, unknown, invalid or unsupported.
-    """
+    """Parse ``0``, ``1``, ``0.2,top_p=0.9`` or ``model``: the ``generation_config.json`` in the target's folder."""
     if text.strip() == "model":
         return _read_model_sampling(folder / "generation_config.json")
     first, *rest = (part.strip() for part in text.split(","))
@@ -206,9 +202,6 @@ class Journal:
     """The records of a folder: ``settings``, ``sets`` by name, ``methods`` by key, and turns.
 
     A unit has several ``answers`` if methods were added later. ``skipped`` units exceed the context.
-
-    Raises:
-        CheckpointError: the records cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:

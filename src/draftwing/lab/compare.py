@@ -25,31 +25,21 @@ from draftwing.tree import Accepted, DraftTree
 
 @dataclass(frozen=True)
 class MethodResult:
-    """The figures of one drafter.
-
-    Attributes:
-        tokens_per_s: median over prompts and rounds; decoding only, without the prompt's prefill.
-        speedup: median over prompts and rounds of the baseline's time per token over this one's, paired.
-        tau: tokens per target forward over all prompts, including the bonus token.
-        efficiency: speedup / tau.
-        alpha: acceptance by depth.
-        promise: what the rule preserves at this temperature: ``text`` (equal to the baseline's), ``law`` (other texts
-            with the same distribution) or ``nothing``.
-        num_identical: prompts whose token ids equal the baseline's in every round.
-        phases: share of the step time by phase.
-    """
+    """The figures of one drafter."""
 
     name: str
-    tokens_per_s: float
-    speedup: float
-    tau: float
-    efficiency: float
-    alpha: list[float]
+    tokens_per_s: float  # median over prompts and rounds; decoding only, without the prompt's prefill
+    speedup: float  # median over prompts and rounds of the baseline's time per token over this one's, paired
+    tau: float  # tokens per target forward over all prompts, including the bonus token
+    efficiency: float  # speedup / tau
+    alpha: list[float]  # acceptance by depth
+    # what the rule preserves at this temperature: ``text`` (equal to the baseline's), ``law`` (other texts with the
+    # same distribution) or ``nothing``
     promise: str
-    num_identical: int
+    num_identical: int  # prompts whose token ids equal the baseline's in every round
     num_prompts: int
     lossless: bool
-    phases: dict[str, float]
+    phases: dict[str, float]  # share of the step time by phase
 
 
 @dataclass(frozen=True)
@@ -170,23 +160,16 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token of a speculative text that differs from the baseline's.
-
-    Attributes:
-        position: the number of equal tokens before it.
-        plain_token, token: of both texts; -1 if one of them ends there.
-        margin: the baseline's perturbed score of its token minus that of the other; 0 if a text ends.
-        noise: the largest change of any score when the same tokens are forwarded in other groups.
-        is_tie: the margin is at most twice the noise, since each of the two scores may change by that much.
-    """
+    """The first token of a speculative text that differs from the baseline's."""
 
     prompt_index: int
-    position: int
+    position: int  # the number of equal tokens before it
+    # plain_token, token: of both texts; -1 if one of them ends there
     plain_token: int
     token: int
-    margin: float
-    noise: float
-    is_tie: bool
+    margin: float  # the baseline's perturbed score of its token minus that of the other; 0 if a text ends
+    noise: float  # the largest change of any score when the same tokens are forwarded in other groups
+    is_tie: bool  # the margin is at most twice the noise, since each of the two scores may change by that much
 
 
 @dataclass(frozen=True)

@@ -33,25 +33,18 @@ class FitTrial:
 
 @dataclass(frozen=True)
 class Fit:
-    """The result of ``measure_fit``.
-
-    Attributes:
-        verdict: ``fits``, ``weak`` or ``does not fit``.
-        tried_on: see ``FitTrial.source``.
-        interval: of ``alpha[0]``, at 95%.
-        chance: share of first drafts that would be accepted if they were shuffled among their positions: what guessing
-            common tokens gains, independent of the target.
-        lookup_tau: tau of prompt lookup on the same prompts.
-    """
+    """The result of ``measure_fit``."""
 
     tau: float
     alpha: tuple[float, ...]
-    verdict: str
-    tried_on: str
+    verdict: str  # ``fits``, ``weak`` or ``does not fit``
+    tried_on: str  # see ``FitTrial.source``
     num_drafts: int
-    interval: tuple[float, float]
+    interval: tuple[float, float]  # of ``alpha[0]``, at 95%
+    # share of first drafts that would be accepted if they were shuffled among their positions: what guessing common
+    # tokens gains, independent of the target
     chance: float
-    lookup_tau: float
+    lookup_tau: float  # tau of prompt lookup on the same prompts
 
 
 def trial_of(

@@ -69,27 +69,16 @@ def quantised(probs: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ForecastTexts:
-    """The texts of one temperature. Counts are at most 255.
+    """The texts of one temperature. Counts are at most 255."""
 
-    Attributes:
-        lengths: (T,) int32: positions of each text.
-        stopped: (T,) bool: the text ended by itself, so that no step emits more.
-        found: (P,) uint8: how many of a position's next tokens the reference tree has as one path.
-        ranks: (E,) uint8: which child of its parent each node of these paths is.
-        chances: (E,) uint8: the draft probability of the path to it, ``quantised``.
-        likelier: (E, L) uint8: nodes of each level that are likelier, or as likely and first in the tree.
-        sizes: (P, K) uint8: nodes whose path is more probable than each of ``THRESHOLDS``.
-        levels: (P, K) uint8: the deepest level of those.
-    """
-
-    lengths: np.ndarray
-    stopped: np.ndarray
-    found: np.ndarray
-    ranks: np.ndarray
-    chances: np.ndarray
-    likelier: np.ndarray
-    sizes: np.ndarray
-    levels: np.ndarray
+    lengths: np.ndarray  # (T,) int32: positions of each text
+    stopped: np.ndarray  # (T,) bool: the text ended by itself, so that no step emits more
+    found: np.ndarray  # (P,) uint8: how many of a position's next tokens the reference tree has as one path
+    ranks: np.ndarray  # (E,) uint8: which child of its parent each node of these paths is
+    chances: np.ndarray  # (E,) uint8: the draft probability of the path to it, ``quantised``
+    likelier: np.ndarray  # (E, L) uint8: nodes of each level that are likelier, or as likely and first in the tree
+    sizes: np.ndarray  # (P, K) uint8: nodes whose path is more probable than each of ``THRESHOLDS``
+    levels: np.ndarray  # (P, K) uint8: the deepest level of those
 
     def __post_init__(self) -> None:
         texts, positions, nodes = len(self.lengths), len(self.found), len(self.ranks)
@@ -142,19 +131,13 @@ _ARRAYS = tuple(field.name for field in fields(ForecastTexts))
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The held-out statistics of a head.
+    """The held-out statistics of a head."""
 
-    Attributes:
-        head: its ``head_id``; ``target`` is the target's name, ``runs_as`` what computed the head's matrices.
-        context: mean number of tokens of a row.
-        texts: by temperature.
-    """
-
-    head: str
+    head: str  # its ``head_id``; ``target`` is the target's name, ``runs_as`` what computed the head's matrices
     target: str
     runs_as: str
-    context: float
-    texts: Mapping[float, ForecastTexts]
+    context: float  # mean number of tokens of a row
+    texts: Mapping[float, ForecastTexts]  # by temperature
 
     def at(self, temperature: float) -> ForecastTexts:
         """Return the texts of a temperature. Raises ConfigError if there are none."""
@@ -431,9 +414,6 @@ def collect(
         prompts: token ids, of text that the head was not trained on.
         num_tokens: positions of each text; ``DEPTH`` more tokens are written, to know what follows the last one.
         on_progress: called with (done, total) tokens.
-
-    Raises:
-        ConfigError: no prompt leaves room for a text, or the drafter reports no probabilities.
     """
     chosen, max_tokens = fitting(prompts, target, num_tokens), num_tokens + DEPTH
     if not chosen:
@@ -485,23 +465,18 @@ def fitting(prompts: Sequence[Sequence[int]], target: Target, num_tokens: int = 
 
 @dataclass(frozen=True)
 class Forecast:
-    """The forecast for one tree at one temperature.
+    """The forecast for one tree at one temperature."""
 
-    Attributes:
-        tree: as the user named it; ``auto`` is the automatic budget, which is only approximated.
-        tau_low, tau_high: 95% interval over texts.
-        nodes, levels: means over steps.
-        speedup: over the baseline at batch 1, if the machine's costs are known.
-    """
-
-    tree: str
+    tree: str  # as the user named it; ``auto`` is the automatic budget, which is only approximated
     temperature: float
     tau: float
+    # tau_low, tau_high: 95% interval over texts
     tau_low: float
     tau_high: float
+    # nodes, levels: means over steps
     nodes: float
     levels: float
-    speedup: float | None = None
+    speedup: float | None = None  # over the baseline at batch 1, if the machine's costs are known
     measured_tau: float | None = None
     measured_speedup: float | None = None
 
@@ -517,11 +492,7 @@ class Forecast:
 def forecast(
     held_out: HeldOut, trees: Mapping[str, Budget | None], temperatures: Sequence[float], costs: Costs | None = None
 ) -> list[Forecast]:
-    """Forecast every tree (by name; None is the automatic budget) at every temperature.
-
-    Raises:
-        ConfigError: a temperature or tree that the statistics do not cover, or the automatic budget without costs.
-    """
+    """Forecast every tree (by name; None is the automatic budget) at every temperature."""
     forecasts = []
     for temperature in temperatures:
         texts = held_out.at(temperature)
@@ -696,11 +667,7 @@ def _check(alpha: float, gamma: float, c: float = 0.0) -> None:
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
-    """Tokens per target forward with a chain: (1 - alpha^(gamma + 1)) / (1 - alpha) (2211.17192, eq. 1).
-
-    Raises:
-        ConfigError: alpha outside [0, 1], negative gamma or c (also in the functions below).
-    """
+    """Tokens per target forward with a chain: (1 - alpha^(gamma + 1)) / (1 - alpha) (2211.17192, eq. 1)."""
     _check(alpha, gamma)
     return float(gamma + 1) if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
 

@@ -45,18 +45,14 @@ RIDGE = 1e-2  # share of the inputs' mean variance
 
 @dataclass(frozen=True)
 class _Entries:
-    """Entries of the training data.
+    """Entries of the training data."""
 
-    Attributes:
-        features: (N, F) at position i, the input of ``fc``.
-        previous, present, following: (N,) the tokens at i - 1, i and i + 1.
-        goal: (N, H) the LM head's input at i + 1, from which the target predicts the token that this entry predicts.
-    """
-
-    features: Tensor
+    features: Tensor  # (N, F) at position i, the input of ``fc``
+    # previous, present, following: (N,) the tokens at i - 1, i and i + 1
     previous: Tensor
     present: Tensor
     following: Tensor
+    # (N, H) the LM head's input at i + 1, from which the target predicts the token that this entry predicts
     goal: Tensor
 
     @classmethod

@@ -48,29 +48,9 @@ def default_taps(num_layers: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """The shape of an EAGLE network.
+    """The shape of an EAGLE network."""
 
-    Attributes:
-        version: 1 or 3.
-        taps: the target's hidden states that are read, counted as transformers' ``hidden_states``.
-        vocab_size, draft_vocab_size: of the target, and of this net's own head.
-        inputs: of an entry; all but ``feature-shifted`` are for the ablation.
-        fc_bias: EAGLE-1's fc has a bias.
-        norm_before_residual: the layer's residual is the normed state (some engines' variant of EAGLE-3).
-        norm_before_fc: one RMSNorm over all taps together before fc.
-        fc_norm, norm_output: EAGLE-3.1: an RMSNorm for each tap; the normed state is what is fed back.
-        num_layers: decoder layers; the first is the widened one, the others are plain.
-        qkv_bias: queries, keys and values of every layer have biases.
-        target_hidden_size: width of the target's features in EAGLE-3 if it is not ``hidden_size``.
-        own_embedding: the network has its own token embedding instead of the target's.
-        calibration: converts scores to probabilities at T > 0.
-        target: the target it was trained for; None in other projects' heads that do not name it.
-
-    Raises:
-        ConfigError: values that do not go together.
-    """
-
-    version: int
+    version: int  # 1 or 3
     hidden_size: int
     intermediate_size: int
     num_heads: int
@@ -80,21 +60,23 @@ class EagleConfig:
     activation: Activation
     rope: RopeConfig
     max_position_embeddings: int
+    # vocab_size, draft_vocab_size: of the target, and of this net's own head
     vocab_size: int
     draft_vocab_size: int
-    taps: tuple[int, ...]
-    inputs: Inputs = "feature-shifted"
-    fc_bias: bool = False
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
+    taps: tuple[int, ...]  # the target's hidden states that are read, counted as transformers' ``hidden_states``
+    inputs: Inputs = "feature-shifted"  # of an entry; all but ``feature-shifted`` are for the ablation
+    fc_bias: bool = False  # EAGLE-1's fc has a bias
+    norm_before_residual: bool = False  # the layer's residual is the normed state (some engines' variant of EAGLE-3)
+    norm_before_fc: bool = False  # one RMSNorm over all taps together before fc
+    # fc_norm, norm_output: EAGLE-3.1: an RMSNorm for each tap; the normed state is what is fed back
     fc_norm: bool = False
     norm_output: bool = False
-    num_layers: int = 1
-    qkv_bias: bool = False
-    target_hidden_size: int | None = None
-    own_embedding: bool = False
-    calibration: Calibration = field(default_factory=Calibration)
-    target: TargetId | None = None
+    num_layers: int = 1  # decoder layers; the first is the widened one, the others are plain
+    qkv_bias: bool = False  # queries, keys and values of every layer have biases
+    target_hidden_size: int | None = None  # width of the target's features in EAGLE-3 if it is not ``hidden_size``
+    own_embedding: bool = False  # the network has its own token embedding instead of the target's
+    calibration: Calibration = field(default_factory=Calibration)  # converts scores to probabilities at T > 0
+    target: TargetId | None = None  # the target it was trained for; None in other projects' heads that do not name it
 
     def __post_init__(self) -> None:
         if self.version not in (1, 3):
@@ -130,9 +112,6 @@ class EagleConfig:
 
         Args:
             changes: any other field, such as ``inputs`` or ``fc_norm``.
-
-        Raises:
-            ConfigError: EAGLE-3's default taps for a target of fewer than 3 layers.
         """
         shape = {name: getattr(like, name) for name in (*LAYER_FIELDS, "max_position_embeddings")}
         shape["draft_vocab_size"] = (draft_vocab_size if version == 3 else None) or like.vocab_size
@@ -229,9 +208,6 @@ class EagleNet(DraftNet):
     """An EAGLE-1 or EAGLE-3 network; see ``DraftNet`` for its arguments.
 
     EAGLE-1 needs the target's LM head, EAGLE-3 has its own. With ``own_embedding``, the target's is its start.
-
-    Raises:
-        ConfigError: embedding, head or ids that do not fit ``config``.
     """
 
     config: EagleConfig

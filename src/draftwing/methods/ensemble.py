@@ -105,22 +105,18 @@ def follow(proposal: ListTree | Union, tokens: Sequence[int]) -> list[int]:
 
 @dataclass
 class Union:
-    """The union of the paths of several proposals, parents before their children.
-
-    Attributes:
-        given_probs: for each node the probability that each of its drafters gave it; empty for the root.
-        child_proposers: for each node a bit mask of the drafters that proposed any child of it.
-        chances: probability of each node given its parent, from all drafters together; 1 for the root.
-        reached: probability of each node's path.
-    """
+    """The union of the paths of several proposals, parents before their children."""
 
     tokens: list[int]
     parents: list[int] = field(default_factory=lambda: [-1])
     depths: list[int] = field(default_factory=lambda: [0])
+    # for each node the probability that each of its drafters gave it; empty for the root
     given_probs: list[dict[int, float]] = field(default_factory=lambda: [{}])
+    # for each node a bit mask of the drafters that proposed any child of it
     child_proposers: list[int] = field(default_factory=lambda: [0])
+    # probability of each node given its parent, from all drafters together; 1 for the root
     chances: list[float] = field(default_factory=lambda: [1.0])
-    reached: list[float] = field(default_factory=lambda: [1.0])
+    reached: list[float] = field(default_factory=lambda: [1.0])  # probability of each node's path
 
     def proposers(self, node: int) -> int:
         """Return a bit mask of the drafters that proposed a node."""
@@ -376,22 +372,16 @@ class DraftCalibration:
 
 @dataclass
 class Proposed:
-    """The proposals of a step, until the tokens it emitted are known.
+    """The proposals of a step, until the tokens it emitted are known."""
 
-    Attributes:
-        rows, starts: the rows, and their lengths before the step.
-        offers: by drafter.
-        unions: for each row; None if only one drafter proposed something.
-        expected: for each drafter that was asked and costs forwards, by row the tokens expected from those before it.
-        names: of the drafters; nothing is learned about one that a request did not choose.
-    """
-
+    # rows, starts: the rows, and their lengths before the step
     rows: Sequence[Row]
     starts: Sequence[int]
-    offers: Sequence[Offer]
-    unions: Sequence[Union | None]
+    offers: Sequence[Offer]  # by drafter
+    unions: Sequence[Union | None]  # for each row; None if only one drafter proposed something
+    # for each drafter that was asked and costs forwards, by row the tokens expected from those before it
     expected: Mapping[int, Sequence[float]]
-    names: Sequence[str] = ()
+    names: Sequence[str] = ()  # of the drafters; nothing is learned about one that a request did not choose
 
     def learn(self, calibration: DraftCalibration, *, whole: bool) -> None:
         """Learn from the tokens emitted since: what each drafter added and, if ``whole``, every node."""

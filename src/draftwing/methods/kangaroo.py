@@ -130,12 +130,7 @@ class ShallowModel:
 
 
 class KangarooDrafter(CausalLMDrafter):
-    """Drafts with ``adapter`` behind the first layers of ``target``.
-
-    Raises:
-        ConfigError: the adapter reads a layer that the target lacks, or has other heads or another vocabulary.
-        UnsupportedError: a target that runs on transformers.
-    """
+    """Drafts with ``adapter`` behind the first layers of ``target``."""
 
     def __init__(self, adapter: KangarooNet, target: Target, name: str = "", identity: str = "") -> None:
         lean, config = lean_target(target, "a Kangaroo adapter"), adapter.config

@@ -73,15 +73,10 @@ class HeadsConfig(PlainConfig):
 
 @dataclass(frozen=True)
 class MedusaConfig(HeadsConfig):
-    """The shape of a Medusa net: ``num_heads`` heads of ``num_layers`` residual blocks.
+    """The shape of a Medusa net: ``num_heads`` heads of ``num_layers`` residual blocks."""
 
-    Attributes:
-        has_bias: the residual blocks have biases.
-        own_heads: every head has its own LM head; False: all use the target's.
-    """
-
-    has_bias: bool = True
-    own_heads: bool = True
+    has_bias: bool = True  # the residual blocks have biases
+    own_heads: bool = True  # every head has its own LM head; False: all use the target's
 
 
 class MedusaNet(BlockNet):
@@ -172,12 +167,7 @@ def is_medusa(config: Mapping[str, Any]) -> bool:
 
 
 def load_medusa(folder: Path, target: TargetId | None = None) -> PlainHead:
-    """Read a head in any layout; ``target`` is its target, for layouts that do not name it.
-
-    Raises:
-        CheckpointError: weights that are missing, damaged, of unknown names or shapes, or of another target.
-        ConfigError: an invalid config, or no target named and none given.
-    """
+    """Read a head in any layout; ``target`` is its target, for layouts that do not name it."""
     config, where = read_config(folder), str(folder)
     stored = read_pickled(folder / PICKLE) if (folder / PICKLE).exists() else read_tensors(folder)
     tensors = {}

@@ -117,9 +117,6 @@ class EagleDrafter(NetDrafter):
 
     Args:
         identity: distinguishes the head from others in cached measurements.
-
-    Raises:
-        ConfigError: the net reads features that the target does not have.
     """
 
     grows_by_rule = resumes = True

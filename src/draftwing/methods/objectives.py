@@ -93,19 +93,12 @@ def feature_loss(states: Tensor, features: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss for one entry: ``feature_weight * feature_loss + sum of weight * divergence``.
+    """A loss for one entry: ``feature_weight * feature_loss + sum of weight * divergence``."""
 
-    Attributes:
-        divergences: (weight, function) of p and q.
-        feature_weight: of the regression onto the target's features; 0 for none.
-        decay: weight of step s is ``decay ** s``.
-        of_text: the divergences compare with the data's next token instead of p.
-    """
-
-    divergences: tuple[tuple[float, Divergence], ...]
-    feature_weight: float = 0.0
-    decay: float = 1.0
-    of_text: bool = False
+    divergences: tuple[tuple[float, Divergence], ...]  # (weight, function) of p and q
+    feature_weight: float = 0.0  # of the regression onto the target's features; 0 for none
+    decay: float = 1.0  # weight of step s is ``decay ** s``
+    of_text: bool = False  # the divergences compare with the data's next token instead of p
 
     def divergence(self, logits: Tensor, probs: Tensor) -> Tensor:
         """(R, V), (R, V) -> (R,)."""
@@ -124,19 +117,12 @@ class StepSums:
 
 @dataclass(frozen=True, eq=False)
 class StepGuesses:
-    """The guesses of one step, for the token at i + 2 + ``index`` after entry i.
+    """The guesses of one step, for the token at i + 2 + ``index`` after entry i."""
 
-    Attributes:
-        index: of the step, from 0.
-        entries: (C,) entries of every row.
-        read: (B * C, H) the LM head's input.
-        weight: (V, H) the LM head's matrix, if each step has another.
-    """
-
-    index: int
-    entries: Tensor
-    read: Tensor
-    weight: Tensor | None = None
+    index: int  # of the step, from 0
+    entries: Tensor  # (C,) entries of every row
+    read: Tensor  # (B * C, H) the LM head's input
+    weight: Tensor | None = None  # (V, H) the LM head's matrix, if each step has another
 
 
 OBJECTIVES: dict[str, Objective] = {
@@ -203,9 +189,6 @@ class DraftLoss(nn.Module):
         noise: width of the uniform noise that is added to the target's features in training.
         later_share: share of the entries that are trained after the first step.
         target_ids: tokens that the loss looks at if the network has no draft vocabulary; None for all.
-
-    Raises:
-        ConfigError: options that the network cannot be trained with (``check``).
     """
 
     def __init__(

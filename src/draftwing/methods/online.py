@@ -46,18 +46,13 @@ MAX_FALL = 3.0  # standard errors by which the rate may fall before earlier weig
 
 @dataclass(frozen=True, eq=False)
 class Stretch:
-    """Part of a request's tokens, with the target's distribution after each wrong draft.
+    """Part of a request's tokens, with the target's distribution after each wrong draft."""
 
-    Attributes:
-        ids: (T,) int64.
-        features: (T - 1, F) of all tokens but the last.
-        places: (M,) ascending, each at least 1: positions after which the target emitted another token than drafted.
-        tokens, probs: (M, K) draft ids of the target's most likely tokens there, and their probabilities.
-    """
-
-    ids: Tensor
-    features: Tensor
+    ids: Tensor  # (T,) int64
+    features: Tensor  # (T - 1, F) of all tokens but the last
+    # (M,) ascending, each at least 1: positions after which the target emitted another token than drafted
     places: Tensor
+    # tokens, probs: (M, K) draft ids of the target's most likely tokens there, and their probabilities
     tokens: Tensor
     probs: Tensor
 

@@ -155,9 +155,6 @@ class Memory:
 
     Attributes:
         parts: the suffix arrays, the oldest first.
-
-    Raises:
-        CheckpointError: the file is not such a file, or damaged.
     """
 
     def __init__(self, max_tokens: int, file: Path | None = None, about: Mapping[str, Any] | None = None) -> None:

@@ -240,14 +240,10 @@ _NUMBERS = count()
 
 @dataclass(frozen=True)
 class Store:
-    """An open file.
-
-    Attributes:
-        about: its header: ``vocab_size``, ``vocab_hash`` and further fields of the writer.
-    """
+    """An open file."""
 
     path: Path
-    about: Mapping[str, Any]
+    about: Mapping[str, Any]  # its header: ``vocab_size``, ``vocab_hash`` and further fields of the writer
     parts: tuple[SuffixArray, ...]
     num_bytes: int
 
@@ -402,10 +398,6 @@ def write_datastore(folder: Path, texts: SuffixArray, about: Mapping[str, Any]) 
     """Write a new folder, under another name until it is complete.
 
     ``about`` holds ``target``, ``vocab_hash``, ``vocab_size``, ``num_texts``, and any further fields.
-
-    Raises:
-        ConfigError: the folder exists.
-        CheckpointError: it cannot be written.
     """
     check_new_datastore(folder)
     identity = hashlib.sha256(np.ascontiguousarray(texts.tokens).data).hexdigest()[:16]

@@ -72,19 +72,12 @@ class UnrolledAttention(CausalAttention):
 
 @dataclass(frozen=True)
 class UnrollStep:
-    """One step over all entries.
+    """One step over all entries."""
 
-    Attributes:
-        index: s, from 0.
-        entries: (C,) the entries of every row: all E, or the share of them that later steps continue.
-        states: (B * C, H) to feed back: for EAGLE-1 the predicted features.
-        read: (B * C, H) the LM head's input, for the token at i + 2 + s.
-    """
-
-    index: int
-    entries: Tensor
-    states: Tensor
-    read: Tensor
+    index: int  # s, from 0
+    entries: Tensor  # (C,) the entries of every row: all E, or the share of them that later steps continue
+    states: Tensor  # (B * C, H) to feed back: for EAGLE-1 the predicted features
+    read: Tensor  # (B * C, H) the LM head's input, for the token at i + 2 + s
 
 
 def unroll(

@@ -59,10 +59,6 @@ def lesson(
         the probability ``accept`` of keeping it, the draw ``u``, True in ``kept`` if it was, and the likeliest tokens
         of p and q at this point), and ``last``: the distribution and token after them, and True in ``is_rest`` if the
         distribution is the residual after a rejection.
-
-    Raises:
-        ConfigError: the draft has no q.
-        PromptError: there is no room for one more token.
     """
     temperature = sampling.temperature or 1.0
     sampling = replace(

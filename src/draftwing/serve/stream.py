@@ -91,9 +91,6 @@ class ServedAnswer:
         body: the request, a chat or a completion.
         parsed: the same, parsed.
         model: the name of the model in the answer.
-
-    Raises:
-        Refusal: the server is busy or closed, or the engine rejects the request.
     """
 
     def __init__(
@@ -135,11 +132,7 @@ class ServedAnswer:
                 self._worker.cancel(choice.ticket)
 
     async def whole(self) -> bytes:
-        """Return the complete answer as a JSON object.
-
-        Raises:
-            Refusal: a sequence failed.
-        """
+        """Return the complete answer as a JSON object."""
         async for choice, parts, done in self._parts():
             choice.take(parts, done)
         choices = []

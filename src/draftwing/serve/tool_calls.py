@@ -29,17 +29,11 @@ class Call:
 
 @dataclass
 class Delta:
-    """A change to a sequence's calls: a new call, or more arguments of the latest one.
+    """A change to a sequence's calls: a new call, or more arguments of the latest one."""
 
-    Attributes:
-        index: the call's index in its sequence.
-        call: the new call, with empty arguments; None for an earlier one.
-        arguments: the text to append to its arguments.
-    """
-
-    index: int
-    call: Call | None = None
-    arguments: str = ""
+    index: int  # the call's index in its sequence
+    call: Call | None = None  # the new call, with empty arguments; None for an earlier one
+    arguments: str = ""  # the text to append to its arguments
 
 
 class _NoCallError(Exception):

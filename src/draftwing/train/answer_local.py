@@ -36,9 +36,6 @@ class LMAnswerer:
 
     Attributes:
         num_tokens: written so far.
-
-    Raises:
-        ConfigError: ``max_batch`` below 1.
     """
 
     def __init__(

@@ -45,9 +45,6 @@ class ServerAnswerer:
     Attributes:
         num_tokens: written so far, of tasks that are done.
         gone: the errors of servers that stopped answering while others continued.
-
-    Raises:
-        ConfigError: an invalid URL, or a number out of range.
     """
 
     def __init__(
@@ -74,11 +71,7 @@ class ServerAnswerer:
         self.gone: list[str] = []
 
     def answer(self, tasks: Iterable[Task]) -> Iterator[AnsweredTask]:
-        """See ``Answerer``.
-
-        Raises:
-            DataError: no server can be reached, all keep failing, or one refuses everything (wrong key, unknown model).
-        """
+        """See ``Answerer``."""
         waiting, lock, stopping = iter(tasks), threading.Lock(), threading.Event()
         results: queue.Queue[AnsweredTask | Exception | None] = queue.Queue()  # None: a thread has ended
         free: queue.Queue[_Server] = queue.Queue()  # each server once for every request that it can take

@@ -163,10 +163,6 @@ def read_tasks(
         tokenizer: to count tokens; None counts one for four characters.
         output: the file that will be written; it is left out of folders.
         limit: return only the first ``limit`` tasks.
-
-    Raises:
-        DataError: a source cannot be used, or there is nothing to answer.
-        ConfigError: ``prompt_tokens`` or ``per_document`` below 1.
     """
     if prompt_tokens < 1 or per_document < 1:
         raise ConfigError(

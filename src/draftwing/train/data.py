@@ -144,9 +144,6 @@ def read_records(file: SourceFile) -> Iterator[DataRecord]:
     ``.jsonl`` and ``.ndjson`` files have one object per line, ``.json`` files a list of them; any other file is one
     document. In folders, files that are not UTF-8 text are skipped, and a ``.json`` file with other contents is a
     document.
-
-    Raises:
-        DataError: the file cannot be read, or an entry is malformed.
     """
     suffix = file.path.suffix.lower()
     if suffix in (".jsonl", ".ndjson"):
@@ -466,12 +463,6 @@ def read_examples(
 
     Args:
         max_length: tokens of a dialogue; longer ones are cut.
-
-    Raises:
-        DataError: a source cannot be used, or nothing is left to train on.
-        TokenizerError: the chat template refuses every dialogue, or does not show the assistant's text; or there are
-            documents, and the end token is unknown.
-        ConfigError: ``max_length`` below 2.
     """
     if max_length < 2:
         raise ConfigError(f"max_length must be at least 2 (a token, and one to predict), found {max_length}")
@@ -595,7 +586,7 @@ def split(corpus: Corpus, validation_share: float, seed: int = 0) -> tuple[Corpu
 
 
 def held_out(units: Sequence[np.ndarray], share: float, seed: int = 0) -> np.ndarray:
-    """Return (U,) bool: which units (ids each) are held out, with the errors of ``split``."""
+    """Return (U,) bool: which units (ids each) are held out."""
     if not 0 <= share < 1:
         raise ConfigError(f"validation_share must be in [0, 1), found {share}")
     if share == 0:

@@ -37,9 +37,6 @@ def read_texts(
     Args:
         exclude: see ``find_files``.
         on_progress: called with the bytes read and the total.
-
-    Raises:
-        DataError: a source cannot be used, or has no text.
     """
     files, bare = find_files(sources, exclude), bare_tokenizer(tokenizer)
     texts = (
@@ -63,10 +60,6 @@ def build_datastore(folder: Path, texts: Texts, tokenizer: Tokenizer, target: st
     Args:
         folder: a new one; it appears when all of it is written.
         target: the name of the model with this tokenizer, for messages.
-
-    Raises:
-        ConfigError: the folder exists.
-        CheckpointError: it cannot be written.
     """
     check_new_datastore(folder)
     about = {

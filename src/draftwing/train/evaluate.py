@@ -173,9 +173,6 @@ def held_out_prompts(
 
     Args:
         sources, exclude: of the corpus; without sources, dialogues are given as their template renders them.
-
-    Raises:
-        DataError: a source can no longer be read.
     """
     examples = _spread([e for e in validation.examples if e.where or not sources], CANDIDATES * num)
     dialogues: list[str | None]

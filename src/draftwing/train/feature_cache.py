@@ -171,9 +171,6 @@ class Shard:
             the target's LM head.
         lengths, rows: (R,) int64.
         starts: (R,) the first token of each row.
-
-    Raises:
-        DataError: missing, damaged, or not a shard.
     """
 
     def __init__(self, path: Path) -> None:
@@ -243,9 +240,6 @@ class FeatureCache:
     Attributes:
         folder: of the cache.
         info: see ``CacheInfo``.
-
-    Raises:
-        DataError: no cache, an unfinished one, or shards that are missing, damaged or of another one.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -340,10 +334,6 @@ class CachedFeatures(BatchPlan):
         tokens_per_batch: at most, including padding; may differ from the value that the cache was made with.
         seed: of all shuffling.
         device, dtype: of the features: the target's.
-
-    Raises:
-        DataError: the cache lacks one of the taps.
-        ConfigError: a batch has no room for the longest row.
     """
 
     def __init__(
@@ -413,9 +403,6 @@ class GrowingCache:
         info: see ``CacheInfo``.
         shard_bytes: size of a shard.
         old_rows: the rows that existed before this run, by key.
-
-    Raises:
-        ConfigError: taps that the target does not have, or another dtype.
     """
 
     def __init__(
@@ -436,11 +423,7 @@ class GrowingCache:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Read the existing rows, and lock the folder until the block ends.
-
-        Raises:
-            DataError: another process writes there, or a shard is damaged, or of another cache or other weights.
-        """
+        """Read the existing rows, and lock the folder until the block ends."""
         with locked(self._folder, DataError):
             for path in sorted(self._folder.glob("features-*.safetensors")):
                 shard, number = Shard(path), path.stem.removeprefix("features-")
@@ -485,12 +468,7 @@ class GrowingCache:
             )
 
     def write(self, number: int, rows: Mapping[int, CacheRow]) -> None:
-        """Write a shard of rows, by key. Idempotent: the same arguments may be written again.
-
-        Raises:
-            DataError: the disk is full, or the folder cannot be written.
-            NumericsError: states that are not finite.
-        """
+        """Write a shard of rows, by key. Idempotent: the same arguments may be written again."""
         states = torch.cat([row.states for row in rows.values()]).to(DTYPES[self.info.dtype])
         if not torch.isfinite(states).all():
             dtype = self._target.dtype
@@ -543,7 +521,7 @@ class CacheWritten:
 
 
 def estimate(target: Target, batches: Batches, taps: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> CacheSize:
-    """Return the size of the cache that ``write_cache`` would write, with its arguments and errors."""
+    """Return the size of the cache that ``write_cache`` would write, with its arguments."""
     info = CacheInfo.new(target, taps, target_id(target), dtype)
     return info.size(len(batches.lengths), batches.num_tokens_per_epoch)
 
@@ -567,12 +545,6 @@ def write_cache(
         validation_share: of the data, held out of ``batches`` by ``split`` with their seed; stored for readers.
         shard_bytes: the size of a shard at most, or one batch if that is larger.
         on_progress: called with the tokens done and the total.
-
-    Raises:
-        ConfigError: taps that the target does not have, or another dtype.
-        DataError: the disk has no room, the folder cannot be written, another process writes to it, or it holds another
-            cache or a damaged one.
-        NumericsError: hidden states that are not finite.
     """
     settings = {"max_length": batches.max_length, "seed": batches.seed, "validation_share": validation_share}
     cache = GrowingCache(folder, target, taps, identity=identity, shard_bytes=shard_bytes, dtype=dtype, **settings)

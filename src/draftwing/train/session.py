@@ -128,11 +128,6 @@ def prepare(
     Args:
         dtype: of the target.
         on_data: called with the bytes read and the total.
-
-    Raises:
-        ConfigError, CheckpointError, DataError, TokenizerError: an input that cannot be used; or a package of the extra
-            ``train`` is missing.
-        UnsupportedError: an architecture with an unknown shape.
     """
     for package in ("accelerate", "tensorboard", "matplotlib"):
         if importlib.util.find_spec(package) is None:

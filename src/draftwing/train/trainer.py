@@ -183,14 +183,7 @@ class Trainer:
         self._replanned = 0
 
     def run(self) -> Progress:
-        """Train to the end, or until ``stopping``; always leave a checkpoint and a head behind.
-
-        Raises:
-            NumericsError: the loss is no longer finite.
-            ConfigError: the folder holds another run.
-            CheckpointError: the folder cannot be written, another process trains into it, or its checkpoint cannot be
-                read.
-        """
+        """Train to the end, or until ``stopping``; always leave a checkpoint and a head behind."""
         with locked(self.out, CheckpointError) if self.accelerator.is_main_process else nullcontext():
             return self._run()
 
@@ -439,11 +432,7 @@ def write_checkpoint(folder: Path, state: dict[str, Any]) -> None:
 
 
 def read_checkpoint(folder: Path) -> dict[str, Any] | None:
-    """Return the folder's checkpoint; None if there is none.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """Return the folder's checkpoint; None if there is none."""
     file = folder / CHECKPOINT
     if not file.exists():
         return None
