@@ -154,7 +154,7 @@ class ResultRow:
     # for a fixed chain of an EAGLE head, acceptance of the n-th token, which has read n predicted features
     n_alpha: list[float] | None
     num_identical: int
-    promise: str  # what the rule preserves: ``text``, ``law`` or ``nothing`` (see ``compare.MethodResult``)
+    promise: str  # the guarantee of the rule: ``text``, ``law`` or ``nothing`` (see ``compare.MethodResult``)
     lossless: bool
     seconds: float
     plain_seconds: float
@@ -211,7 +211,7 @@ class Group:
     sets: dict[str, dict[str, Any]]
     methods: dict[str, dict[str, Any]]
     folders: list[str]
-    rows: list[ResultRow]  # of each set: the whole set, then its turns and categories
+    rows: list[ResultRow]  # for each set: all of it, then its turns and categories
     skipped: list[dict[str, Any]]  # turns whose prompt and answer exceed the context
     differences: list[dict[str, Any]]  # answers that differ from the baseline's, with both texts
 

@@ -40,7 +40,7 @@ class Fit:
     verdict: str  # ``fits``, ``weak`` or ``does not fit``
     tried_on: str  # see ``FitTrial.source``
     num_drafts: int
-    interval: tuple[float, float]  # of ``alpha[0]``, at 95%
+    interval: tuple[float, float]  # 95% interval of ``alpha[0]``
     # share of first drafts that would be accepted if they were shuffled among their positions: what guessing common
     # tokens gains, independent of the target
     chance: float

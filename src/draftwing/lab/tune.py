@@ -117,12 +117,12 @@ class Recorded:
 class Pace:
     """Measured seconds of drafting with any set of a target's layers."""
 
-    start: float  # of a draft, independent of its depth
-    base: float  # of each pass besides the layers: embedding, norm, LM head and the choice of a token
+    start: float  # start of a draft, independent of its depth
+    base: float  # each pass without its layers: embedding, norm, LM head and the choice of a token
     # attention, mlp: of each sublayer in a pass
     attention: float
     mlp: float
-    verify: tuple[float, ...]  # of the target's forward over 1, 2, ... nodes and everything after it.
+    verify: tuple[float, ...]  # the target's forward over 1, 2, ... nodes and everything after it
 
     def tokens_per_s(self, parts: Parts, accepted: Sequence[float]) -> tuple[float, int]:
         """Return tokens per second and length (at least 1) of the best chain.

@@ -28,7 +28,7 @@ class Calibration:
     # 2.7 is that of a very good network (an EAGLE-1 head that agrees with its target at 0.8 of all positions)
     sharpness: float = 2.7
     miss: float = 0.0  # share of positions at which none of them is the target's token
-    scale: float = 1.0  # of log q
+    scale: float = 1.0  # factor of log q
 
     def __post_init__(self) -> None:
         if not (0 < self.sharpness < math.inf and 0 <= self.miss < 1 and 0 < self.scale < math.inf):

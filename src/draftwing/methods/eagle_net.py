@@ -64,7 +64,7 @@ class EagleConfig:
     vocab_size: int
     draft_vocab_size: int
     taps: tuple[int, ...]  # the target's hidden states that are read, counted as transformers' ``hidden_states``
-    inputs: Inputs = "feature-shifted"  # of an entry; all but ``feature-shifted`` are for the ablation
+    inputs: Inputs = "feature-shifted"  # inputs of an entry; all but ``feature-shifted`` are for the ablation
     fc_bias: bool = False  # EAGLE-1's fc has a bias
     norm_before_residual: bool = False  # the layer's residual is the normed state (some engines' variant of EAGLE-3)
     norm_before_fc: bool = False  # one RMSNorm over all taps together before fc

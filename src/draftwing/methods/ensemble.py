@@ -381,7 +381,7 @@ class Proposed:
     unions: Sequence[Union | None]  # for each row; None if only one drafter proposed something
     # for each drafter that was asked and costs forwards, by row the tokens expected from those before it
     expected: Mapping[int, Sequence[float]]
-    names: Sequence[str] = ()  # of the drafters; nothing is learned about one that a request did not choose
+    names: Sequence[str] = ()  # names of the drafters; nothing is learned about one that a request did not choose
 
     def learn(self, calibration: DraftCalibration, *, whole: bool) -> None:
         """Learn from the tokens emitted since: what each drafter added and, if ``whole``, every node."""

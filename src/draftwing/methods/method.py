@@ -82,7 +82,7 @@ class Source:
     target: Target  # the model to draft for
     tokenizer: Tokenizer | None  # the target's; None if unknown
     name: str  # the draft as the user wrote it
-    folder: Path  # of the draft, if it has one
+    folder: Path  # the draft's folder, if it has one
     device: Callable[[], torch.device]  # returns the device of a draft model; a head is on the target's device
     options: Mapping[str, Any]  # the user's ``draft_options`` for this method, checked
 

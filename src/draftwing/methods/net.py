@@ -76,8 +76,8 @@ class PlainConfig:
     """
 
     taps: tuple[int, ...]  # the target's hidden states that are read, counted as transformers' ``hidden_states``
-    vocab_size: int  # of the target
-    hidden_size: int  # of the target, and of a state
+    vocab_size: int  # the target's
+    hidden_size: int  # width of the target, and of a state
     rope: RopeConfig  # the rotation of its positions; unused without attention
     calibration: Calibration = field(default_factory=Calibration)  # converts scores to probabilities at T > 0
     target: TargetId | None = None  # the target it was trained for

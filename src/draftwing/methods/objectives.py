@@ -96,7 +96,7 @@ class Objective:
     """A loss for one entry: ``feature_weight * feature_loss + sum of weight * divergence``."""
 
     divergences: tuple[tuple[float, Divergence], ...]  # (weight, function) of p and q
-    feature_weight: float = 0.0  # of the regression onto the target's features; 0 for none
+    feature_weight: float = 0.0  # weight of the regression onto the target's features; 0 for none
     decay: float = 1.0  # weight of step s is ``decay ** s``
     of_text: bool = False  # the divergences compare with the data's next token instead of p
 
@@ -119,7 +119,7 @@ class StepSums:
 class StepGuesses:
     """The guesses of one step, for the token at i + 2 + ``index`` after entry i."""
 
-    index: int  # of the step, from 0
+    index: int  # number of the step, from 0
     entries: Tensor  # (C,) entries of every row
     read: Tensor  # (B * C, H) the LM head's input
     weight: Tensor | None = None  # (V, H) the LM head's matrix, if each step has another
