@@ -292,7 +292,7 @@ def export(
 
     - `draftwing export my-head/head --to vllm --target path/or/hub-id -o my-head-vllm`
     """
-    from draftwing.formats.convert import SERVED_BY, serve_command
+    from draftwing.formats.write import SERVED_BY, serve_command
     from draftwing.methods.registry import convert as run
     from draftwing.models.resolve import fetch
 

@@ -3,7 +3,7 @@
     config.json         {"draftwing": {"format": 1, "kind": ..., "config": {...}, "training": {...}}}
     model.safetensors   the net's tensors, and ``draft_ids`` if it has a draft vocabulary
 
-EAGLE heads have layouts that other projects share (``layouts``).
+EAGLE heads have layouts that other projects share (``formats.write``).
 """
 
 from __future__ import annotations

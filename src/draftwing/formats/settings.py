@@ -98,6 +98,14 @@ def is_head_config(config: Mapping[str, Any]) -> bool | None:
     return None if isinstance(layers, int) and 1 <= layers <= _MAX_LAYERS else False
 
 
+def is_medusa(config: Mapping[str, Any]) -> bool:
+    """Return True if a ``config.json`` describes a Medusa head, in any layout."""
+    block = config.get("draftwing")
+    if isinstance(block, dict):
+        return block.get("kind") == "medusa"
+    return config.get("model_type") == "medusa" or "medusa_num_heads" in config
+
+
 def claimed_version(config: Mapping[str, Any]) -> int | None:
     """Return 1 or 3 by the class name in a config; None if it does not tell."""
     names = config.get("architectures")

@@ -23,10 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwing.formats.convert import convert
 from draftwing.formats.doctor import Finding, diagnose
 from draftwing.formats.read import eagle_version, read_head
-from draftwing.formats.write import write_head
+from draftwing.formats.write import convert, write_head
 from draftwing.methods.eagle_net import EagleConfig, EagleNet, default_taps
 from draftwing.methods.method import NetMethod, NewNet
 from draftwing.methods.net import Scored

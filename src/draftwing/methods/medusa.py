@@ -37,6 +37,7 @@ from draftwing.formats.doctor import Finding
 from draftwing.formats.identity import target_id_of_folder
 from draftwing.formats.plain import DRAFT_IDS, PlainHead, check_ids, load_plain, own_block, save_plain
 from draftwing.formats.read import read_pickled, read_tensors
+from draftwing.formats.settings import is_medusa
 from draftwing.formats.write import write_folder
 from draftwing.methods.block import BlockMethod, BlockNet, Guess
 from draftwing.methods.net import DraftNet, PlainConfig, TargetId
@@ -156,14 +157,6 @@ _NAMES = tuple(
     )
 )
 _NO_ROPE = RopeConfig("default", 10000.0, 2, 2, 1 << 20)  # the heads have no attention
-
-
-def is_medusa(config: Mapping[str, Any]) -> bool:
-    """Return True if a ``config.json`` describes a Medusa head, in any layout."""
-    block = config.get("draftwing")
-    if isinstance(block, dict):
-        return block.get("kind") == "medusa"
-    return config.get("model_type") == "medusa" or "medusa_num_heads" in config
 
 
 def load_medusa(folder: Path, target: TargetId | None = None) -> PlainHead:

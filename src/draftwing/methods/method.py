@@ -217,7 +217,7 @@ class NetMethod(DraftMethod):
         save_plain(folder, PlainHead.from_net(net, training))
 
     def convert(self, source: Path, destination: Path, to: str, **options: Any) -> None:
-        """Write a head in another layout; see ``formats.convert.convert`` for the options."""
+        """Write a head in another layout; see ``formats.write.convert`` for the options."""
         if to != "draftwing":
             raise ConfigError(f"unknown head layout {to!r}: a {self.name} head is written as draftwing alone")
         save_plain(destination, self.read_head(source, options.get("target")))

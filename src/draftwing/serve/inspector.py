@@ -24,9 +24,8 @@ from draftwing.methods.base import Drafter
 from draftwing.methods.ensemble import CombinedDrafter
 from draftwing.serve.convert import Defaults, parse_chat, parse_completion
 from draftwing.serve.errors import Refusal, dumps, refusal_for
-from draftwing.serve.lesson import lesson
 from draftwing.serve.models import ChatBody, CompletionBody, Message
-from draftwing.serve.trace import TokenNames
+from draftwing.serve.trace import TokenNames, lesson
 
 _MAX_LESSON_TOKENS = 4096
 _PAGE_HEADERS = {
