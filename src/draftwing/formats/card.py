@@ -41,13 +41,7 @@ Facts = Mapping[str, Any]
 
 
 def write_card(folder: Path, layout: str = "draftwing", serve: str = "", *, seconds: float | None = None) -> None:
-    """Write the card of the head in ``folder``, unless it has a card that Draftwing did not write.
-
-    Args:
-        layout: of the head.
-        serve: the command that serves it, if an engine reads this layout.
-        seconds: training time, if the head's config lacks it.
-    """
+    """Write the card (see ``render_card``) of the head in ``folder``, unless it has one by another author."""
     file = Path(folder) / _FILE
     if _is_ours(file):
         write_text(file, render_card(Path(folder), layout, serve, seconds=seconds))
@@ -84,6 +78,10 @@ def render_card(folder: Path, layout: str = "draftwing", serve: str = "", *, sec
 
     Unknown facts are left out. Apart from what training writes, ``training`` may have ``seconds``, ``licence`` (an
     SPDX identifier) and ``results``: measurements by set of prompts, ``{"MT-bench": {"tau": 2.4}}``.
+
+    Args:
+        serve: the command that serves the head, if an engine reads this layout.
+        seconds: training time, if the head's config lacks it.
     """
     config = read_config(folder)
     block = _object(config.get("draftwing"))

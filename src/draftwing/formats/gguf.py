@@ -58,10 +58,9 @@ def shortest_decimal(value: float) -> float:
 
 
 class Metadata:
-    """The key-value pairs of a file.
+    """The key-value pairs of a file: ints, floats, bools, ``bytes`` (a string), numpy arrays or ``StringArray``.
 
-    Values are ints, floats, bools, ``bytes`` (a string), numpy arrays (numbers) or ``StringArray``. All look-ups raise
-    ConfigError for a value of another type, and for a missing key without a default.
+    All look-ups raise ConfigError for a value of another type, and for a missing key without a default.
     """
 
     def __init__(self, pairs: dict[str, Any], where: str) -> None:
@@ -153,13 +152,7 @@ class TensorInfo:
 
 
 class GgufFile:
-    """An open GGUF model: one file, or all files of a split one.
-
-    Attributes:
-        path: the (first) file; ``paths`` are all files, and ``maps`` the same in memory.
-        metadata: of the first file.
-        tensors: by name.
-    """
+    """An open GGUF model: one file, or all files (``paths``, in memory ``maps``) of a split one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

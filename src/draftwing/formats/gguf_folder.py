@@ -23,7 +23,7 @@ import numpy as np
 
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
 from draftwing.formats.gguf import GgufFile, is_gguf, open_file, shortest_decimal
-from draftwing.formats.gguf_tokenizer import NO_TOKEN, end_ids, tokenizer_config, tokenizer_json
+from draftwing.formats.gguf_tokenizer import end_ids, special_id, tokenizer_config, tokenizer_json
 from draftwing.models.config import ModelConfig
 from draftwing.storage import private_folder
 
@@ -230,9 +230,9 @@ def _config(file: GgufFile) -> dict[str, Any]:
     config |= _rope(file, architecture, head_dim, positions)
     ends = end_ids(data)
     config |= {
-        "bos_token_id": _token_id(file, "bos"),
+        "bos_token_id": special_id(data, "bos"),
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
-        "pad_token_id": _token_id(file, "padding"),
+        "pad_token_id": special_id(data, "padding"),
     }
     # The format of most weights; float32 for blocks, whose numbers need all of it.
     dtypes: Counter[str] = Counter()
@@ -241,12 +241,6 @@ def _config(file: GgufFile) -> dict[str, Any]:
     config["dtype"] = dtypes.most_common(1)[0][0]
     ModelConfig.from_hf(config, data.where)  # refuses invalid values, naming the file
     return config
-
-
-def _token_id(file: GgufFile, name: str) -> int | None:
-    key = f"tokenizer.ggml.{name}_token_id"
-    token = file.metadata.integer(key, NO_TOKEN, maximum=NO_TOKEN)
-    return None if token == NO_TOKEN else token
 
 
 def _rope(file: GgufFile, architecture: str, head_dim: int, positions: int) -> dict[str, Any]:

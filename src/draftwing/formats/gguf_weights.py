@@ -73,14 +73,11 @@ _EXPERT_PART = re.compile(r"ffn_(gate|up|down)(_exps)?")
 
 @dataclass(frozen=True)
 class _TensorPlace:
-    """The source of a checkpoint's tensor: ``tensor`` of the file, or one ``expert`` of it.
-
-    ``heads``: the number of heads if the rows are queries or keys with adjacent RoPE pairs; 0 if they are in order.
-    """
+    """The source of a checkpoint's tensor: ``tensor`` of the file, or one ``expert`` of it."""
 
     tensor: str
     expert: int | None
-    heads: int
+    heads: int  # number of heads if the rows are queries or keys with adjacent RoPE pairs; 0 if they are in order
 
 
 def _find_places(file: GgufFile) -> dict[str, _TensorPlace]:
@@ -142,9 +139,9 @@ def open_weights(folder: Path) -> Weights:
 
 
 class GgufWeights(Weights):
-    """The tensors of a GGUF model, with the interface of ``WeightFiles``.
+    """The tensors of a GGUF model, with the interface of ``WeightFiles``; ``stored`` returns the file's own format.
 
-    The file is memory-mapped; opening reads only its header. ``stored`` returns matrices in the file's own format.
+    The file is memory-mapped; opening reads only its header.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -301,13 +298,10 @@ def import_gguf(
 ) -> ImportResult:
     """Write a GGUF file as a Hugging Face folder, for programs that do not read GGUF.
 
-    float32 holds exactly what blocks stand for; the 16-bit types round it. Matrices are expanded and written piece by
-    piece, so that memory stays bounded; the folder appears when it is complete.
+    float32 holds exactly what blocks stand for; bfloat16 and float16 round it. Matrices are expanded and written piece
+    by piece, so that memory stays bounded; the folder, new or empty, appears when it is complete.
 
     Args:
-        path: the file.
-        out: a folder that is new or empty.
-        dtype: float32, bfloat16 or float16.
         on_progress: called with (bytes written, all bytes).
         shard_bytes: approximate limit of a weight file.
     """

@@ -68,13 +68,7 @@ def own_block(head: PlainHead) -> dict[str, Any]:
 
 
 def load_plain(folder: Path, kind: str, config_type: type, tensors: Mapping[str, Tensor] | None = None) -> PlainHead:
-    """Read a head, without its target.
-
-    Args:
-        kind: the expected kind.
-        config_type: of its net's config.
-        tensors: by this layout's names, if they are stored under other names.
-    """
+    """Read a head of a kind, without its target; ``tensors`` if they are stored under other names than here."""
     folder = Path(folder)
     block, where = read_config(folder).get("draftwing"), f"{folder / 'config.json'}: draftwing"
     stored_kind = block.get("kind") if isinstance(block, dict) else None

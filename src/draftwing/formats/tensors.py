@@ -80,8 +80,7 @@ def version_of_names(names: Iterable[str]) -> int | None:
 def sort_names(names: Iterable[str], version: int, where: str, *, own_embedding: bool = False) -> Names:
     """Give every tensor EAGLE's name, and separate those of the net from the others.
 
-    Args:
-        own_embedding: the embedding in the file belongs to the net, and is not a copy of the target's.
+    With ``own_embedding``, the embedding in the file belongs to the net, and is not a copy of the target's.
     """
     sorted_names = Names({}, {}, {}, {})
     groups = {"d2t": sorted_names.maps, "t2d": sorted_names.maps}

@@ -58,11 +58,7 @@ _SPECULATORS_VERSION = "0.7.0"  # the version whose layout this is
 
 
 def head_files(head: Head, layout: str, depth: int = 5) -> tuple[Config, dict[str, Tensor]]:
-    """Return the ``config.json`` and the tensors of a head in a layout.
-
-    Args:
-        depth: number of tokens that a speculators config proposes.
-    """
+    """Return a head's ``config.json`` and tensors in a layout; a speculators config proposes ``depth`` tokens."""
     if layout not in LAYOUTS:
         raise ConfigError(f"unknown head layout {layout!r}: choose one of {', '.join(LAYOUTS)}")
     if depth < 1:
@@ -281,12 +277,10 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 
 
 def write_head(folder: Path, net: EagleNet, *, training: Mapping[str, Any] | None = None) -> None:
-    """Write a net as a head folder in our layout; an older head in it is replaced, whole or not at all.
+    """Write a net, not prepacked, in our layout; an older head in the folder is replaced, whole or not at all.
 
-    Args:
-        net: not prepacked.
-        training: notes on its training: any JSON. `draftwing doctor` reads two keys: ``chat_template`` (see
-            ``chat_template_hash``) and ``coverage``, the draft vocabulary's share of the training tokens.
+    Of ``training``, which may be any JSON, `draftwing doctor` reads ``chat_template`` (see ``chat_template_hash``) and
+    ``coverage``, the draft vocabulary's share of the training tokens.
     """
     target = net.config.target
     ids = None if net.target_ids is None else net.target_ids.to("cpu", torch.int64)
@@ -296,7 +290,7 @@ def write_head(folder: Path, net: EagleNet, *, training: Mapping[str, Any] | Non
 
 
 def save_head(folder: Path, head: Head, layout: str, *, depth: int = 5) -> None:
-    """Write a head in one of the ``LAYOUTS``; ``depth`` is the number of tokens that speculators' config proposes."""
+    """Write a head in one of the ``LAYOUTS``; see ``head_files``."""
     config, tensors = head_files(head, layout, depth)
     write_folder(folder, config, tensors)
 
@@ -316,12 +310,9 @@ def write_folder(
     name: str = WEIGHTS,
     copies: Sequence[Path] = (),
 ) -> None:
-    """Write ``config.json`` and ``model.safetensors``, and ``copies`` of some files, whole or not at all.
+    """Write ``config.json``, the weight file ``name`` (a ``.pt`` is pickled) and ``copies``, whole or not at all.
 
     All are written into a folder next to ``folder`` and moved when they are complete; other files in ``folder`` stay.
-
-    Args:
-        name: of the weight file; a ``.pt`` is pickled.
     """
     folder = Path(folder)
     check_destination(folder)
@@ -373,20 +364,15 @@ def convert(
     taps: tuple[int, ...] | None = None,
     depth: int = 5,
 ) -> None:
-    """Write the head in ``source``, of any layout, into ``destination`` in the layout ``to``.
+    """Write the head in ``source``, of any layout, into ``destination`` in the layout ``to``, with prompts and card.
 
     Tensors keep their bits, and what a layout cannot express stays in the config's ``draftwing`` part. The target's own
-    ``embed_tokens`` (and in EAGLE-1 ``lm_head``) are copied if the source has them and the engine accepts them, and so
-    are the stored prompts and the card.
+    ``embed_tokens`` (and in EAGLE-1 ``lm_head``) are copied if the source has them and the engine accepts them.
 
     Args:
-        to: one of ``layouts.LAYOUTS``.
         target: the head's target, for a source that does not name it; compared with one that does.
         taps: the hidden states that the head reads, instead of those that the source names.
         depth: number of tokens that a speculators config proposes.
-
-    Warns:
-        DraftwingWarning: something had to be guessed or fixed to read the source.
     """
     source, destination = Path(source), Path(destination)
     if destination.exists() and source.exists() and destination.samefile(source):
@@ -403,13 +389,7 @@ def convert(
 
 
 def serve_command(to: str, target: str, folder: Path, depth: int) -> str:
-    """Return the shell command that serves ``target`` with the converted head in ``folder``.
-
-    Args:
-        to: ``vllm``, ``sglang`` or ``speculators`` (which vLLM serves).
-        target: path or hub id.
-        depth: draft tokens in a row.
-    """
+    """Return the command that serves ``target`` (path or hub id) with a converted head and ``depth`` drafted tokens."""
     folder = Path(folder)
     if to not in SERVED_BY:
         raise ConfigError(f"no engine serves the layout {to!r}: choose one of {', '.join(SERVED_BY)}")

@@ -69,15 +69,10 @@ def compare(
     rounds: int = 1,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Comparison:
-    """Decode every prompt with every method, one prompt at a time.
+    """Decode every prompt ``rounds`` times with every method (the baseline first), one prompt at a time.
 
     Methods take turns on each prompt, which pairs the measurements: a machine that slows down slows all of them. The
     first prompt is decoded once more at the start, uncounted, to warm up.
-
-    Args:
-        lms: the baseline first; all on one target.
-        rounds: how often every prompt is decoded.
-        on_progress: called with (done, total) generations.
     """
     if not lms or lms[0].drafter.drafts:
         raise ConfigError("compare needs the baseline first: pass LM(target, tokenizer) as the first of lms")

@@ -52,13 +52,8 @@ def trial_of(
 ) -> FitTrial:
     """Choose prompts of a head's kind.
 
-    The user's prompts, if there are any; else those that training held out and stored in the head's folder; else
-    questions through the target's chat template, if it has one; else beginnings of Python files.
-
-    Args:
-        head: the head's folder.
-        tokenizer: the target's.
-        prompts: the user's, read from ``where``.
+    The user's ``prompts`` (from ``where``), if there are any; else those that training held out and stored in the
+    head's folder; else questions through the target's chat template, if it has one; else beginnings of Python files.
     """
     chat = tokenizer.has_chat_template
     if prompts is not None:

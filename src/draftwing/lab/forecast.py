@@ -180,11 +180,7 @@ class HeldOut:
 
     @classmethod
     def read(cls, folder: Path) -> HeldOut:
-        """Read the file in a head's folder.
-
-        Raises:
-            CheckpointError: it does not exist, cannot be read, or was made with other weights.
-        """
+        """Read the file in a head's folder. Raises CheckpointError if there is none, or one made with other weights."""
         file = Path(folder) / FILE
         collect = f"collect them with `draftwing predict --collect --draft {folder}` and the head's target and prompts"
         if not file.exists():
@@ -413,7 +409,6 @@ def collect(
         head: ``head_id`` of the drafter's head.
         prompts: token ids, of text that the head was not trained on.
         num_tokens: positions of each text; ``DEPTH`` more tokens are written, to know what follows the last one.
-        on_progress: called with (done, total) tokens.
     """
     chosen, max_tokens = fitting(prompts, target, num_tokens), num_tokens + DEPTH
     if not chosen:
@@ -673,11 +668,9 @@ def expected_tokens(alpha: float, gamma: int) -> float:
 
 
 def predicted_speedup(alpha: float, gamma: int, c: float, verify_ratio: float = 1.0) -> float:
-    """Speedup of chains over the baseline (2211.17192, theorem 3.8).
+    """Speedup of chains over the baseline (2211.17192, theorem 3.8), where c is T_D / T_T.
 
-    Args:
-        c: T_D / T_T.
-        verify_ratio: T_V(gamma + 1) / T_T: 1 in the paper, measured in MagicDec (2408.11049, eq. 1).
+    ``verify_ratio`` is T_V(gamma + 1) / T_T: 1 in the paper, measured in MagicDec (2408.11049, eq. 1).
     """
     _check(alpha, gamma, c)
     return expected_tokens(alpha, gamma) / (gamma * c + verify_ratio)
@@ -692,11 +685,7 @@ def best_gamma(alpha: float, c: float, upto: int = 64) -> int:
 
 
 def operations_factor(alpha: float, gamma: int, c_operations: float) -> float:
-    """Arithmetic per token relative to the baseline (2211.17192, theorem 3.11).
-
-    Args:
-        c_operations: arithmetic of a draft step / of a target token.
-    """
+    """Arithmetic per token over the baseline's (2211.17192, theorem 3.11); ``c_operations``: that of a draft step."""
     _check(alpha, gamma, c_operations)
     return (gamma * c_operations + gamma + 1) / expected_tokens(alpha, gamma)
 

@@ -54,13 +54,10 @@ class TextIds:
 class Recorded:
     """Texts with the target's keys and values: one batch, on which any set of layers is tried.
 
-    A draft from position i reads the target's keys and values before i, and those of the chain after it. All
-    positions are drafted at once, with the text's tokens as the chain. A chain equals the text up to its first mistake,
-    and what follows does not count, so that the result is exactly what greedy decoding would accept.
-
-    Args:
-        target: with unpacked weights (``prepack=False``).
-        texts: from the target. They are cut to the narrowest sliding window.
+    A draft from position i reads the target's keys and values before i, and those of the chain after it. All positions
+    are drafted at once, with the text's tokens as the chain. A chain equals the text up to its first mistake, and what
+    follows does not count, so that the result is exactly what greedy decoding would accept. The target's weights must
+    be unpacked; its texts are cut to the narrowest sliding window.
     """
 
     @torch.inference_mode()
@@ -188,8 +185,7 @@ def search(
 
     Args:
         score: the higher the better. It may raise KeyboardInterrupt.
-        num_trials: sets to try, including ``earlier``.
-        earlier: scores of sets that were tried before, in that order.
+        num_trials: sets to try, including ``earlier``: the scores of sets that were tried before, in that order.
     """
     try:
         import optuna
@@ -370,7 +366,6 @@ def tune(
         num_trials: sets to try, including those of earlier runs.
         only_exits: try only the first layer, the first two, ...
         settings: further values that trials depend on, as JSON.
-        on_progress: called with the trials that are done, their total, and the best one.
     """
     num_layers = target.num_layers
     check_destination(out)

@@ -45,12 +45,11 @@ class Calibration:
 
     @classmethod
     def fit(cls, rivals: Tensor, hit: Tensor, scale: float = 1.0) -> Calibration:
-        """Return the maximum-likelihood calibration.
+        """Return the maximum-likelihood calibration for scores of a scale.
 
         Args:
             rivals: (R, C) best scores under the noise, descending.
             hit: (R,) which of them the target drew; -1 for none.
-            scale: of the scores.
         """
         is_hit = hit >= 0
         miss = float((~is_hit).double().mean()) if len(hit) else 0.0

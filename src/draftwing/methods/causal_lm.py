@@ -64,12 +64,7 @@ from draftwing.tree import PAD, Accepted, DraftTree
 
 
 class CausalLMDrafter(NetDrafter):
-    """Drafts with ``model``, which must share the target's tokenizer.
-
-    Args:
-        model: a ``LeanTarget``, or another object with the attributes of it that are read here.
-        calibration: how its scores become probabilities at T > 0.
-    """
+    """Drafts with ``model``, a ``LeanTarget`` or an object with the attributes of it that are read here."""
 
     grows_by_rule = resumes = True
 
@@ -354,10 +349,7 @@ def new_config(
 ) -> dict[str, Any]:
     """Return the ``config.json`` of a new Llama that drafts for a target of the shape ``like``.
 
-    Args:
-        num_layers: defaults to a quarter of the target's.
-        hidden_size: defaults to half of the target's, in whole heads.
-        num_heads: defaults to heads of 64 channels.
+    By default it has a quarter of the target's layers and half of its width, in heads of 64 channels.
     """
     hidden = hidden_size or max(HEAD_DIM, like.hidden_size // 2 // HEAD_DIM * HEAD_DIM)
     count = num_heads or max(1, hidden // HEAD_DIM)
@@ -489,11 +481,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
 def read_causal_lm(
     folder: Path, device: torch.device, target: TargetId | None = None, dtype: torch.dtype = torch.float32
 ) -> CausalLMNet:
-    """Read the model in a folder, to train it.
-
-    Args:
-        target: the target that it is to draft for; None skips the check.
-    """
+    """Read the model in a folder, to train it as a draft model of ``target`` (None: of any)."""
     folder = Path(folder)
     source = read_config(folder)
     model_type = source.get("model_type")

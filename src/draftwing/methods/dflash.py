@@ -40,10 +40,7 @@ def dflash_taps(num_layers: int, num_taps: int = 5) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashConfig(PlainConfig):
-    """The shape of a DFlash net: ``block_size`` tokens with the pending one, and sizes of its decoder layers.
-
-    Raises ConfigError for sizes that do not go together.
-    """
+    """The shape of a DFlash net: ``block_size`` tokens with the pending one, and sizes of its decoder layers."""
 
     num_layers: int
     intermediate_size: int
@@ -155,11 +152,7 @@ class DFlashNet(BlockNet):
 class BlockAttention(Attention):
     """Attention for training: first over all features of B texts, then over C blocks of each text at once.
 
-    The block after entry i sees the features up to i, and all of itself.
-
-    Args:
-        num_rows, length: B and T.
-        entries: (C,) after which blocks start.
+    The block after entry i, one of ``entries`` (C,), sees the features up to i, and all of itself.
     """
 
     def __init__(self, net: DFlashNet, num_rows: int, length: int, entries: Tensor) -> None:

@@ -71,20 +71,15 @@ class _Entries:
 
 @torch.no_grad()
 def initialise(net: EagleNet, target_head: Linear, batches: Sequence[Scored]) -> None:
-    """Set a new network's weights.
+    """Set a new network's random weights, from about 16,000 tokens of ``batches``.
 
-    ``fc`` becomes the linear map from its inputs to the input of the target's LM head one token later, by ridge
-    regression on inputs normalised per channel: hidden states have a few channels a hundred times larger than the rest,
-    which would hide all others from a random ``fc``. The layer starts by adding little to it.
+    ``fc`` becomes the linear map from its inputs to the input of the target's LM head (not prepacked) one token later,
+    by ridge regression on inputs normalised per channel: hidden states have a few channels a hundred times larger than
+    the rest, which would hide all others from a random ``fc``. The layer starts by adding little to it.
 
     EAGLE-3's head starts as the target's, and its attention as an induction head (2209.11895): the features at a
     position encode linearly the token there and the one before it, so that a query made of an entry's last two tokens
     finds earlier entries after the same two, and copies the token that followed.
-
-    Args:
-        net: with random weights.
-        target_head: the target's LM head, not prepacked.
-        batches: about 16,000 tokens are enough.
     """
     entries = _Entries.from_batches(net, batches)
     mlp = net.layer.mlp

@@ -34,10 +34,7 @@ Inputs = Literal["token", "feature", "feature-unshifted", "feature-shifted"]
 
 
 def default_taps(num_layers: int) -> tuple[int, int, int]:
-    """Return EAGLE-3's low, middle and high tap: the inputs of layers 2, L // 2 and L - 3, the default of all engines.
-
-    Raises ConfigError if the target has fewer than 3 layers.
-    """
+    """Return EAGLE-3's low, middle and high tap, the default of all engines: inputs of layers 2, L // 2 and L - 3."""
     if num_layers < 3:
         raise ConfigError(
             f"EAGLE-3's usual taps need a target of 3 layers or more, found {num_layers}: give taps (from 0 to "
@@ -110,8 +107,7 @@ class EagleConfig:
     ) -> EagleConfig:
         """Return the usual config for a target of the shape ``like``: one layer of that shape, the default taps.
 
-        Args:
-            changes: any other field, such as ``inputs`` or ``fc_norm``.
+        ``changes`` are any other fields, such as ``inputs`` or ``fc_norm``.
         """
         shape = {name: getattr(like, name) for name in (*LAYER_FIELDS, "max_position_embeddings")}
         shape["draft_vocab_size"] = (draft_vocab_size if version == 3 else None) or like.vocab_size
@@ -205,10 +201,7 @@ def _layer_places(config: EagleConfig, name: str, path: str, width: int) -> dict
 
 
 class EagleNet(DraftNet):
-    """An EAGLE-1 or EAGLE-3 network; see ``DraftNet`` for its arguments.
-
-    EAGLE-1 needs the target's LM head, EAGLE-3 has its own. With ``own_embedding``, the target's is its start.
-    """
+    """An EAGLE-1 or EAGLE-3 network; see ``DraftNet``. With its own embedding, it starts from the target's."""
 
     config: EagleConfig
 

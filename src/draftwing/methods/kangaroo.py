@@ -35,10 +35,7 @@ EXIT_LAYERS = 2  # layers of the target that draft: the paper's choice for 7B (i
 
 @dataclass(frozen=True)
 class KangarooConfig(PlainConfig):
-    """The shape of an adapter, whose attention is as wide as the target's. Its one tap is E.
-
-    Raises ConfigError for more than one tap, or invalid head counts.
-    """
+    """The shape of an adapter, whose attention is as wide as the target's. Its one tap is E."""
 
     num_heads: int = 1
     num_kv_heads: int = 1

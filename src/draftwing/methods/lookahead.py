@@ -98,9 +98,6 @@ class LookaheadDrafter(Drafter):
         window: columns of the window, W.
         ngram: tokens of an n-gram, N.
         guesses: n-grams that are verified at a time, G.
-
-    Attributes:
-        windows: by row.
     """
 
     name = "lookahead"

@@ -50,10 +50,7 @@ MAX_HEADS = 64  # heads, and layers of each: more is a mistake in a config
 
 @dataclass(frozen=True)
 class HeadsConfig(PlainConfig):
-    """The shape of heads on the target's last hidden state, Medusa's or Hydra's: K heads of ``num_layers`` each.
-
-    Raises ConfigError for several taps, or a count outside 1 to ``MAX_HEADS``.
-    """
+    """The shape of heads on the target's last hidden state, Medusa's or Hydra's: K heads of ``num_layers`` each."""
 
     num_heads: int = 5
     num_layers: int = 1

@@ -92,8 +92,7 @@ class MtpModule(nn.Module):
 class MtpNet(DraftNet):
     """A chain of modules over the target's embedding and LM head. Its first arguments are ``DraftNet``'s.
 
-    Args:
-        chain: the modules; new ones unless given. ``forward`` runs the first, on its own states after its first step.
+    ``chain`` are the modules, else new ones. ``forward`` runs the first, on its own states after its first step.
     """
 
     kind = "mtp"
@@ -261,13 +260,10 @@ def _check_modules(config: Mapping[str, Any], names: MtpNames, used: set[str], f
 
 
 class ChainDrafter(EagleDrafter):
-    """Drafts with several modules: each token by the module trained for it, later ones by the last on its own states.
+    """Drafts with several modules (``parts``): each token by the module trained for it, later ones by the last.
 
     Each module has its own KV slots. Entry i of module k pairs the state that the module before left at i with the
     token at i + k, so the root, whose token is the pending one, lies k - 1 slots earlier than in the first module's.
-
-    Args:
-        parts: a net of each module, in order.
     """
 
     resumes = False  # a module continues from states that no slot keeps

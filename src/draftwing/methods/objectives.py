@@ -158,14 +158,7 @@ def objective_named(name: object) -> Objective:
 
 
 class TruthLike(Protocol):
-    """The target's predictions for a batch: ``train.loss.Truth``.
-
-    Attributes:
-        probs: (B * T, V) p.
-        best: (B, T) the target's best tokens.
-        last: (B * T, H) the hidden states that EAGLE-1 predicts.
-        after: (B * T, 1) the data's next tokens.
-    """
+    """The target's predictions for a batch; see ``train.loss.Truth``."""
 
     @property
     def probs(self) -> Tensor: ...
@@ -221,11 +214,7 @@ class DraftLoss(nn.Module):
             )
 
     def forward(self, scored: Scored, truth: TruthLike, *, agreement: bool = False) -> list[StepSums]:
-        """Return the sums of every step.
-
-        Args:
-            agreement: also count how often the network's best token is the target's.
-        """
+        """Return the sums of every step; with ``agreement``, also how often the best token is the target's."""
         dtype, shared_weight = product_dtype(scored.features, self.net.dtype), self.narrow(self.net.head_weight)
         sums = []
         for step in self.steps(scored, self.num_steps):
@@ -337,19 +326,15 @@ def product_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
 def head_loss(
     read: Tensor, weight: Tensor, probs: Tensor, rows: Tensor, divergence: Divergence, dtype: torch.dtype
 ) -> Tensor:
-    """Return the sum over R of the divergence between softmax(read @ weight.T) and ``probs[rows]``.
+    """Return the sum over R of the divergence between softmax(read @ weight.T) and ``probs[rows]``, float32 or wider.
 
     Logits and their gradients exist for a few rows at a time: whole, their memory traffic would dominate a training
     update on a CPU, and they would be the largest tensors on a GPU.
 
     Args:
-        read: (R, H).
-        weight: (V, H); gets a gradient if it requires one.
+        read: (R, H); ``weight`` (V, H) gets a gradient if it requires one.
         probs: (S, V) p, or the divergence's other argument, used at ``rows`` (R,).
-        dtype: of the matrix products.
-
-    Returns:
-        A scalar, float32 or wider.
+        dtype: that of the matrix products.
     """
     loss: Tensor = _HeadLoss.apply(read, weight, probs, rows, divergence, dtype)  # type: ignore[no-untyped-call]
     return loss

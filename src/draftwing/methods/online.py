@@ -93,17 +93,9 @@ class Tally:
 
 
 class Learner:
-    """Trains a network that serves. Decoders in several threads may share it.
+    """Trains a network that serves (``serving``, possibly packed). Decoders in several threads may share it.
 
-    Args:
-        serving: the network that drafts, possibly packed.
-        copy: the same network in float32, not packed.
-        clock: returns seconds.
-
-    Attributes:
-        net: the copy.
-        ring: the newest stretches.
-        num_updates, num_handed, num_taken_back: counts of updates, and of weights that were served and restored.
+    ``copy`` is the same network in float32, not packed; ``clock`` returns seconds.
     """
 
     def __init__(
@@ -142,8 +134,7 @@ class Learner:
     def learn(self, stretches: Sequence[Stretch], tally: Tally, seconds: float) -> bool:
         """Add the results of steps that took ``seconds``, and learn from them if there is time.
 
-        Returns:
-            False if they were not added, since another thread is learning.
+        Returns False if they were not added, since another thread is learning.
         """
         if not self._lock.acquire(blocking=False):
             return False
@@ -266,9 +257,7 @@ class _Trail:
 class OnlineDrafter(NetDrafter):
     """Drafts with ``drafter``, whose network ``learner`` trains, and records the target's answers to wrong drafts.
 
-    Args:
-        drafter: its network reads features.
-        learner: drafters of several decoders may share it.
+    Drafters of several decoders may share a learner.
     """
 
     def __init__(self, drafter: Drafter, learner: Learner) -> None:

@@ -240,12 +240,6 @@ class GracefulServer(uvicorn.Server):
     """Serves an app until the first signal, then answers the requests that it has accepted.
 
     It stops when all are answered or ``patience`` seconds have passed; what is unfinished then is cut off.
-
-    Args:
-        app: from ``make_app``.
-        patience: seconds.
-        limits: of connections.
-        log_level: of uvicorn.
     """
 
     def __init__(
@@ -337,11 +331,5 @@ def _cannot_listen(host: str, port: int, error: Exception) -> ConfigError:
 
 
 def run(app: FastAPI, sockets: list[socket.socket], *, patience: float = 30.0, log_level: str = "info") -> None:
-    """Serve until SIGTERM or Ctrl-C.
-
-    Args:
-        app: from ``make_app``.
-        sockets: from ``bind``.
-        patience, log_level: see ``GracefulServer``.
-    """
+    """Serve an app of ``make_app`` on sockets of ``bind`` until SIGTERM or Ctrl-C; see ``GracefulServer``."""
     GracefulServer(app, patience=patience, log_level=log_level).run(sockets)

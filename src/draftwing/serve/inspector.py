@@ -60,15 +60,7 @@ class _LessonBody(BaseModel):
 
 
 def install_inspector(app: FastAPI, lm: LM, model: str, defaults: Defaults, *, needs_key: bool) -> None:
-    """Add the inspector's routes, and the page at the root, which must come last.
-
-    Args:
-        app: the server.
-        lm: the served model.
-        model: its name.
-        defaults: sampling defaults, as for requests.
-        needs_key: whether requests need an API key.
-    """
+    """Add the inspector's routes, and the page at the root, which must come last."""
     names = TokenNames(lm.tokenizer)
     lock = asyncio.Lock()  # one lesson at a time, since lessons compete with requests
 

@@ -41,14 +41,7 @@ class _Histogram:
 
 
 class Metrics(Collector):
-    """Counts a worker's steps. The worker's thread adds them, any thread collects.
-
-    Args:
-        model: the label ``model_name`` of every series.
-
-    Attributes:
-        registry: contains only these metrics.
-    """
+    """Counts a worker's steps, which its thread adds; any thread collects. ``model`` labels every series."""
 
     def __init__(self, model: str) -> None:
         self._model = model

@@ -49,28 +49,16 @@ class TokenNames:
 
 
 class Tracer:
-    """Traces the steps of one request, in their order.
-
-    Args:
-        tokenizer: the target's.
-        prompt_ids: the request's.
-        stop: its stop strings.
-    """
+    """Traces the steps of one request, in their order."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: tuple[str, ...] = ()) -> None:
         self._names = TokenNames(tokenizer)
         self._stream = TextStream(tokenizer, prompt_ids, stop)
 
     def trace(self, row: RowStep, step: Step | None, place: int = 0) -> dict[str, Any]:
-        """Trace one step, or several merged ones (``step`` is None), of which only the text remains.
+        """Return ``step_trace`` of a step, and ``pieces``: the text by token, each with True if it was drafted.
 
-        Args:
-            row: the request's share.
-            step: the step.
-            place: the index of ``row`` in the step.
-
-        Returns:
-            The result of ``step_trace``, and ``pieces``: the text by token, each with True if it was drafted.
+        Of several merged steps (``step`` is None) only the text remains.
         """
         pieces = [{"text": piece.text, "drafted": piece.is_drafted} for piece in pieces_of(row, self._stream)]
         if step is None:
@@ -80,12 +68,7 @@ class Tracer:
 
 
 def step_trace(step: Step, place: int, names: TokenNames) -> dict[str, Any]:
-    """Return one row of a step as JSON values.
-
-    Args:
-        step: the step.
-        place: the index of the row in it.
-        names: names the tokens.
+    """Return the row at ``place`` in a step as JSON values.
 
     Returns:
         ``position`` of the first emitted token, including the prompt; ``nodes`` of the tree, root first: ``id``,
@@ -168,11 +151,8 @@ def lesson(
 ) -> dict[str, Any]:
     """Draft from ``ids`` as a chain and as a tree, and return the decisions of the classic rules.
 
-    Args:
-        target, new_drafter: the models; the drafter must draw children from its distribution q.
-        ids: the prompt and the text so far.
-        sampling: of the request. At temperature 0 both distributions would be a single token: 1 is used instead.
-        names: names the tokens.
+    At temperature 0 both distributions would be a single token: 1 is used instead. Raises ConfigError if the drafter
+    does not draw children from a distribution q.
 
     Returns:
         ``temperature``; ``chain`` and ``tree``: ``tries`` in order (token, parent node, ``p`` and ``q`` of the token,

@@ -60,25 +60,17 @@ class Task:
 
 
 class AnsweredTask:
-    """A task and its answers so far: one for each user turn, or one that continues a document.
-
-    Attributes:
-        temperature: of the answers; None if unknown.
-        prompted: the messages of the latest prompt; empty for a document.
-        messages: the dialogue, as far as it was answered.
-        text: the document with its continuation.
-        finish_reason: of the latest answer: ``stop`` or ``length``.
-        num_tokens: of all answers.
-        problem: why there is no answer; else empty.
-        row: the ids that the target read and wrote, with its hidden states, if these are stored.
-    """
+    """A task and its answers so far: one for each user turn, or one that continues a document."""
 
     def __init__(self, task: Task, temperature: float | None = None) -> None:
         self.task, self.temperature = task, temperature
-        self.prompted: list[Message] = []
-        self.messages: list[Message] = []
-        self.text, self.finish_reason, self.num_tokens, self.problem = "", "", 0, ""
-        self.row: CacheRow | None = None
+        self.prompted: list[Message] = []  # the messages of the latest prompt; empty for a document
+        self.messages: list[Message] = []  # the dialogue, as far as it was answered
+        self.text = ""  # the document with its continuation
+        self.finish_reason = ""  # that of the latest answer: ``stop`` or ``length``
+        self.num_tokens = 0  # in all answers
+        self.problem = ""  # the reason why there is no answer
+        self.row: CacheRow | None = None  # the ids that the target read and wrote, with its states if these are stored
         self._waiting = deque(task.messages)
 
     def next_prompt(self) -> str | list[Message] | None:
@@ -133,10 +125,7 @@ def seed_of(seed: int, task_id: str) -> int:
 
 
 def sampling_of(choices: Sequence[Sampling], task_id: str) -> Sampling:
-    """Return one of the choices with the task's own seed, a function of the choices and the task.
-
-    So a stopped run, or one with another order of the tasks, gives each task the same.
-    """
+    """Return one of the choices with the task's own seed: a function of both, so that a resumed run gives the same."""
     seed = choices[0].seed or 0
     return replace(choices[_hash64(f"which {seed} {task_id}") % len(choices)], seed=seed_of(seed, task_id))
 
@@ -154,15 +143,13 @@ def read_tasks(
     output: Path | None = None,
     limit: int | None = None,
 ) -> list[Task]:
-    """Return every dialogue's prompts and every document's beginning, without duplicates.
+    """Return every dialogue's prompts and every document's beginning, without duplicates, at most ``limit``.
 
     Args:
-        sources, exclude: see ``find_files``.
+        sources, exclude, output: see ``find_files``.
         prompt_tokens: of a document's beginning, which is cut back to a line end and at most half of the document.
         per_document: cut documents at line ends into this number of parts at most, each with its own prompt.
         tokenizer: to count tokens; None counts one for four characters.
-        output: the file that will be written; it is left out of folders.
-        limit: return only the first ``limit`` tasks.
     """
     if prompt_tokens < 1 or per_document < 1:
         raise ConfigError(

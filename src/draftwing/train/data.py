@@ -56,14 +56,12 @@ def find_files(
 ) -> list[SourceFile]:
     """Find every file of the sources; files of a folder are sorted by their relative names.
 
-    Folders are read without hidden files and folders, ``__pycache__``, installed packages, and ``output``.
+    Folders are read without hidden files and folders, ``__pycache__``, installed packages, and ``output``, the file
+    that is being written.
 
     Args:
         exclude: a file with one relative name per line to leave out of folders: a file, a folder with a slash at its
             end, or a pattern with ``*`` (which also matches slashes). Empty lines and ``#`` lines are ignored.
-        output: a file that is being written, and is therefore not a source.
-
-    Raises DataError for no sources, a missing one, an empty file, or a folder without files.
     """
     if not sources:
         raise DataError("there is no source of data: give at least one file or folder")
@@ -271,24 +269,18 @@ class DialogueEncoder:
     Args:
         max_length: longer dialogues are cut there.
         settings: variables for the template.
-
-    Attributes:
-        bare: see ``bare_tokenizer``.
-        prefix: the ids that the tokenizer puts before every text: BOS, or nothing.
-        skipped: how many dialogues were left out, by reason.
-        refusal: the chat template's error for the first dialogue that it refused.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_length: int, settings: Mapping[str, Any] = FIXED_SETTINGS) -> None:
         self._tokenizer, self._max_length, self._settings = tokenizer, max_length, dict(settings)
         if tokenizer.has_chat_template:
             _ = tokenizer.pretrained  # one that cannot be loaded is no fault of a dialogue
-        self.bare = bare_tokenizer(tokenizer)
+        self.bare = bare_tokenizer(tokenizer)  # adds no tokens
         inner, whole = self.bare.encode("a").ids, tokenizer.encode("a")
         start = next((i for i in range(len(whole)) if whole[i : i + len(inner)] == inner), 0)
-        self.prefix = tuple(whole[:start])
-        self.skipped: Counter[str] = Counter()
-        self.refusal = ""
+        self.prefix = tuple(whole[:start])  # the ids that the tokenizer puts before every text: BOS, or nothing
+        self.skipped: Counter[str] = Counter()  # how many dialogues were left out, by reason
+        self.refusal = ""  # the chat template's error for the first dialogue that it refused
 
     def encode(self, dialogues: Iterable[DataRecord]) -> list[Example]:
         """Encode the dialogues that have an answer within ``max_length``."""
@@ -459,11 +451,7 @@ def read_examples(
     exclude: Path | None = None,
     on_progress: OnProgress | None = None,
 ) -> Corpus:
-    """Read and encode files and folders; see ``find_files`` and ``read_records`` for their contents.
-
-    Args:
-        max_length: tokens of a dialogue; longer ones are cut.
-    """
+    """Read and encode files and folders (``find_files``, ``read_records``); dialogues are cut at ``max_length``."""
     if max_length < 2:
         raise ConfigError(f"max_length must be at least 2 (a token, and one to predict), found {max_length}")
     encoder = DialogueEncoder(tokenizer, max_length)
@@ -570,8 +558,6 @@ def split(corpus: Corpus, validation_share: float, seed: int = 0) -> tuple[Corpu
 
     Duplicates therefore stay on one side, and the order of the sources does not matter. Units are dialogues, and
     sections of up to 16,384 tokens of documents. Small corpora keep at least one unit on each side.
-
-    Raises ConfigError for a share outside [0, 1), and DataError for fewer than two different units.
     """
     bounds = itertools.pairwise([*corpus.starts.tolist(), len(corpus.stream)])
     sections = [
@@ -663,12 +649,8 @@ class BatchPlan:
     """Chooses the rows of each batch, differently in every epoch, as a function of (seed, epoch) alone.
 
     Rows of similar length share a batch: each length class is shuffled and filled into batches, and the rest joins the
-    next longer class. The number of batches is therefore the same in every epoch.
-
-    Args:
-        lengths: (R,) the tokens of each row.
-        tokens_per_batch: at most, including padding.
-        seed: of all shuffling.
+    next longer class. The number of batches is therefore the same in every epoch. A batch has at most
+    ``tokens_per_batch`` tokens, including padding.
     """
 
     def __init__(self, lengths: np.ndarray, tokens_per_batch: int, seed: int) -> None:
@@ -716,11 +698,7 @@ class BatchPlan:
         return [batches[i] for i in rng.permutation(len(batches))]
 
     def rows_of_batch(self, number: int, rank: int = 0, world_size: int = 1) -> tuple[int, list[int]]:
-        """Return the epoch and the rows of a batch, counted over all epochs, or one rank's share of the rows.
-
-        A rank may have no rows of the one batch of an epoch that is not full. Raises ConfigError if batches are too
-        small for the number of ranks.
-        """
+        """Return the epoch and the rows of a batch, counted over all epochs, or one rank's share of the rows."""
         if world_size > self._rows_per_batch[-1]:
             raise ConfigError(
                 f"a batch has room for {self._rows_per_batch[-1]} of the longest rows, and there are {world_size} "
@@ -733,13 +711,10 @@ class BatchPlan:
 
 
 class Batches(BatchPlan):
-    """Cuts a corpus into batches.
+    """Cuts a corpus into batches of dialogues, and windows of the stream of documents, of up to ``max_length`` tokens.
 
-    Rows are the dialogues, and windows of the stream of documents. An epoch reads the stream as a ring from another
-    position, so that it has every token once, always the same number of windows, and no token is always the first of
-    its window.
-
-    ``max_length`` is that of a window, and of a dialogue; longer ones are cut.
+    An epoch reads the stream as a ring from another position, so that it has every token once, always the same number
+    of windows, and no token is always the first of its window.
     """
 
     def __init__(self, corpus: Corpus, tokens_per_batch: int, max_length: int, seed: int = 0) -> None:
@@ -777,17 +752,12 @@ class Batches(BatchPlan):
 
 
 def draft_vocabulary(corpus: Corpus, vocab_size: int, draft_vocab_size: int, always: Iterable[int] = ()) -> Tensor:
-    """Return the most frequent loss tokens of a corpus, of equally frequent ones the lower ids.
+    """Return the most frequent loss tokens of a corpus, of equally frequent ones the lower ids: (V_draft,) ascending.
 
     Args:
         vocab_size: V of the target's logits.
         draft_vocab_size: V_draft; at V or above, all tokens are returned.
         always: ids that are included at any frequency: the end tokens.
-
-    Returns:
-        (V_draft,) int64 target ids, ascending.
-
-    Raises ConfigError for a V_draft that is too small, and ConfigError or DataError for ids outside the vocabulary.
     """
     fixed = np.unique(np.fromiter(always, dtype=np.int64))
     if draft_vocab_size < max(1, len(fixed)):

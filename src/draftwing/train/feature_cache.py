@@ -162,16 +162,7 @@ def _described(where: str) -> Iterator[None]:
 
 
 class Shard:
-    """A shard, mapped into memory: states are read from the disk when they are used.
-
-    Attributes:
-        info: see ``CacheInfo``.
-        ids, mask: (N,) int32 and bool.
-        best: (N,) int32 the target's best token after each, at least if the token after it counts; it saves readers
-            the target's LM head.
-        lengths, rows: (R,) int64.
-        starts: (R,) the first token of each row.
-    """
+    """A shard, mapped into memory: states are read from the disk when they are used. See the module's docstring."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -207,10 +198,7 @@ class Shard:
         return states.view(end - start, len(self.info.states), -1)
 
     def check_weights(self, target: Target) -> None:
-        """Raise DataError unless the target gives the stored states of one row again.
-
-        They may differ more if only one of the two targets is quantised.
-        """
+        """Raise DataError unless the target gives a row's stored states again, up to rounding and quantisation."""
         long_enough = self.lengths >= min(MIN_COMPARED_TOKENS, self.lengths.max())
         row = int(np.where(long_enough, self.lengths, np.iinfo(np.int64).max).argmin())
         start, end = int(self.starts[row]), int(self.starts[row] + self.lengths[row])
@@ -235,12 +223,7 @@ class Shard:
 
 
 class FeatureCache:
-    """An opened cache: ids and masks in memory, hidden states read row by row.
-
-    Attributes:
-        folder: of the cache.
-        info: see ``CacheInfo``.
-    """
+    """An opened cache: ids and masks in memory, hidden states read row by row."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
@@ -329,11 +312,8 @@ def _read_index(folder: Path) -> tuple[CacheInfo, list[str], int]:
 class CachedFeatures(BatchPlan):
     """A ``FeatureSource`` that reads a cache and runs no target; logits are left to be computed from ``last``.
 
-    Args:
-        taps: the hidden states that the net reads, among those of the cache.
-        tokens_per_batch: at most, including padding; may differ from the value that the cache was made with.
-        seed: of all shuffling.
-        device, dtype: of the features: the target's.
+    ``tokens_per_batch`` may differ from the value that the cache was made with. ``device`` and ``dtype`` are the
+    target's.
     """
 
     def __init__(
@@ -389,20 +369,13 @@ class CacheRow:
 
 
 class GrowingCache:
-    """Writes a cache row by row, in any order.
+    """Writes a cache row by row, in any order. ``old_rows`` are the rows that existed before this run, by key.
 
     Args:
-        folder: made if it is missing.
         target: the model whose states they are; ``identity`` describes it to readers.
         taps: the hidden states to store, besides the target's last.
         shard_bytes: size of a shard.
-        dtype: of the stored states.
         settings: other fields of ``CacheInfo``.
-
-    Attributes:
-        info: see ``CacheInfo``.
-        shard_bytes: size of a shard.
-        old_rows: the rows that existed before this run, by key.
     """
 
     def __init__(
@@ -544,7 +517,6 @@ def write_cache(
         folder, target, taps, identity, dtype: see ``GrowingCache``.
         validation_share: of the data, held out of ``batches`` by ``split`` with their seed; stored for readers.
         shard_bytes: the size of a shard at most, or one batch if that is larger.
-        on_progress: called with the tokens done and the total.
     """
     settings = {"max_length": batches.max_length, "seed": batches.seed, "validation_share": validation_share}
     cache = GrowingCache(folder, target, taps, identity=identity, shard_bytes=shard_bytes, dtype=dtype, **settings)
