@@ -32,15 +32,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class AnswerStep:
-    """The part of an answer that one decode step adds.
+    """The part of an answer that one decode step adds."""
 
-    Attributes:
-        pieces: the step's text by token.
-        num_accepted: drafted tokens that the step accepted.
-    """
-
-    pieces: tuple[Piece, ...]
-    num_accepted: int
+    pieces: tuple[Piece, ...]  # the step's text by token
+    num_accepted: int  # drafted tokens that the step accepted
 
     @property
     def text(self) -> str:
@@ -50,27 +45,20 @@ class AnswerStep:
 
 @dataclass
 class Answer:
-    """An answer and its statistics.
-
-    Attributes:
-        draft: the draft in use.
-        num_prompt_tokens: tokens of the dialogue up to and including the question.
-        num_cached_tokens: those of them that were not read again.
-        finish_reason: ``stop``, ``length``, or ``cancelled`` if interrupted.
-        first_s, seconds: until the first step's tokens (after reading the prompt), and in total.
-    """
+    """An answer and its statistics."""
 
     question: str
-    draft: str
+    draft: str  # the draft in use
     sampling: Sampling
-    num_prompt_tokens: int
+    num_prompt_tokens: int  # tokens of the dialogue up to and including the question
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    finish_reason: str = "cancelled"
+    finish_reason: str = "cancelled"  # ``stop``, ``length``, or ``cancelled`` if interrupted
     stats: Stats = field(default_factory=Stats)
+    # first_s, seconds: until the first step's tokens (after reading the prompt), and in total
     first_s: float = 0.0
     seconds: float = 0.0
-    num_cached_tokens: int = 0
+    num_cached_tokens: int = 0  # those of them that were not read again
 
     def record(self) -> dict[str, Any]:
         """Return the JSON object that ``chat --json`` prints."""

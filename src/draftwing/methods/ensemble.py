@@ -224,7 +224,7 @@ def kept_tokens(tree: DraftTree, accepted: Accepted) -> list[list[int]]:
 
 
 def part_path(proposed: Sequence[ListTree], kept: Sequence[Sequence[int]], like: Tensor) -> Tensor:
-    """Return the nodes of the ``kept`` tokens as one drafter numbers them, as far as proposed, then PAD, as ``like``."""
+    """Return the nodes of the ``kept`` tokens as one drafter numbers them, then PAD, in the shape of ``like``."""
     paths, width = [follow(row, tokens) for row, tokens in zip(proposed, kept, strict=True)], like.shape[1]
     return torch.tensor([[*path, *[PAD] * (width - len(path))] for path in paths], device=like.device)
 

@@ -230,7 +230,7 @@ def node_depths(parents: Sequence[int]) -> list[int]:
 
 
 def to_draft_tree(rows: Sequence[ListTree], device: torch.device, certain_of: int | None = None) -> DraftTree:
-    """Return the rows' trees as one ``DraftTree``; if q is needed, over ``certain_of`` tokens, certain of each child."""
+    """Return the rows' trees as one ``DraftTree``; if q is needed (over ``certain_of`` tokens), it is certain."""
     tree = DraftTree.from_lists([row.tokens for row in rows], [row.parents for row in rows], device)
     probs = pad_sequence([torch.tensor(row.node_probs) for row in rows], batch_first=True).to(device)
     is_line = all(row.parents == [*range(-1, len(row.parents) - 1)] for row in rows)

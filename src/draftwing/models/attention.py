@@ -96,25 +96,16 @@ class Attention(ABC):
 
 @dataclass(frozen=True)
 class TreeSlots:
-    """The KV slots of a batch of trees.
+    """The KV slots of a batch of trees."""
 
-    Attributes:
-        cache: has room for every tree.
-        tree: the queries are the nodes from ``first_node`` on; earlier ones are in their slots already.
-        lengths_B: (B,) committed tokens of each row, on the device.
-        lengths: the same on the host; None in a recording (``runtime.graphs``).
-        first_row: the cache row of the tree's first row.
-        width: slots that attention reads.
-        view, watched, rows: see ``runtime.forward.Entries``.
-    """
-
-    cache: KVCache
-    tree: DraftTree
-    lengths_B: Tensor
-    lengths: Sequence[int] | None
-    first_row: int
+    cache: KVCache  # has room for every tree
+    tree: DraftTree  # the queries are the nodes from ``first_node`` on; earlier ones are in their slots already
+    lengths_B: Tensor  # (B,) committed tokens of each row, on the device
+    lengths: Sequence[int] | None  # the same on the host; None in a recording (``runtime.graphs``)
+    first_row: int  # the cache row of the tree's first row
     first_node: int
-    width: int
+    width: int  # slots that attention reads
+    # view, watched, rows: see ``runtime.forward.Entries``
     view: View | None = None
     watched: Tensor | None = None
     rows: Tensor | None = None

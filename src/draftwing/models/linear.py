@@ -39,10 +39,6 @@ def check_quantize(quantize: str | None, dtype: torch.dtype, device: torch.devic
 
     Args:
         runs: see ``Layout``. The 8-bit products of the CPU kernel are exact on every processor.
-
-    Raises:
-        ConfigError: an unknown method.
-        UnsupportedError: not with this dtype, on this device or on this processor.
     """
     if quantize is None:
         return
@@ -132,14 +128,10 @@ _LARGE = {torch.bfloat16: 2.0**20, torch.float16: 2.0**13}
 
 @dataclass
 class _Verdict:
-    """Findings about products of one kind and shape with one number of threads.
+    """Findings about products of one kind and shape with one number of threads."""
 
-    Attributes:
-        base: the smallest block whose rows do not depend on each other; 0 if there is none.
-        agrees: for each larger block that was tried, True if it gives the same bits.
-    """
-
-    base: int
+    base: int  # the smallest block whose rows do not depend on each other; 0 if there is none
+    # for each larger block that was tried, True if it gives the same bits
     agrees: dict[int, bool] = field(default_factory=dict)
 
 
@@ -269,21 +261,14 @@ def runs_as(matrices: Iterable[Linear]) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """How matrices are laid out.
+    """How matrices are laid out."""
 
-    Attributes:
-        runs: ``kernel`` for the CPU kernel's programs, ``torch`` prepacked if that is faster, ``plain`` unchanged.
-        quantize: "int8" or None.
-        expand: float32 even if a file holds smaller numbers, for comparisons.
-        rounds: the CPU kernel's products are those of bfloat16, with float32 sums, unless quantised.
-        arithmetic: of GGUF blocks in the CPU kernel: "float32", or "int8" products.
-    """
-
+    # ``kernel`` for the CPU kernel's programs, ``torch`` prepacked if that is faster, ``plain`` unchanged
     runs: str = "plain"
-    quantize: str | None = None
-    expand: bool = False
-    rounds: bool = False
-    arithmetic: str = "float32"
+    quantize: str | None = None  # "int8" or None
+    expand: bool = False  # float32 even if a file holds smaller numbers, for comparisons
+    rounds: bool = False  # the CPU kernel's products are those of bfloat16, with float32 sums, unless quantised
+    arithmetic: str = "float32"  # arithmetic of GGUF blocks in the CPU kernel: "float32", or "int8" products
 
 
 class Linear(nn.Module):
@@ -446,11 +431,7 @@ class Linear(nn.Module):
         return copy
 
     def quantize(self, method: str = "int8") -> None:
-        """Replace the weight by an approximation in 8 bits, within about a percent.
-
-        Raises:
-            ConfigError, UnsupportedError: see ``check_quantize``; or it is prepacked, or too wide.
-        """
+        """Replace the weight by an approximation in 8 bits, within about a percent."""
         if self._int8 is not None:
             return
         if self._packed is not None:
@@ -466,12 +447,7 @@ class Linear(nn.Module):
 
     @torch.no_grad()
     def refill(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Replace the numbers by others (out, in) in the same layout, also for programs that were traced before.
-
-        Raises:
-            ConfigError: it has several parts, or is stored in GGUF blocks.
-            NotFiniteError: a number is NaN or infinite.
-        """
+        """Replace the numbers by others (out, in) in the same layout, also for programs that were traced before."""
         if len(self._fused) > 1:
             raise ConfigError("a matrix in several parts takes no other numbers: load it in one format")
         for part in self._fused:

@@ -131,9 +131,6 @@ class PageTable:
 
         Args:
             least_pages: that the shortest request needs.
-
-        Raises:
-            ConfigError: too little for any request, or more than the machine has.
         """
         check_memory(num_bytes, self.num_page_bytes, least_pages, self.caches[0].data.device)
         self.num_pages = num_bytes // self.num_page_bytes - SPARE
@@ -167,11 +164,7 @@ class PageTable:
         return len(self._kept)
 
     def hold(self, first_row: int, lengths: Sequence[int], extra: int) -> None:
-        """Give each row from ``first_row`` on the pages for its length and ``extra`` more slots.
-
-        Raises:
-            SlotsExhausted: there are not enough pages.
-        """
+        """Give each row from ``first_row`` on the pages for its length and ``extra`` more slots."""
         while len(self.rows) < first_row + len(lengths):
             self.rows.append([])
         for row, length in enumerate(lengths, first_row):
@@ -413,17 +406,11 @@ def new_cache(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dt
 
 
 class Prefix(NamedTuple):
-    """The start of a text that is in known pages.
+    """The start of a text that is in known pages."""
 
-    Attributes:
-        pages: whole pages, which can be shared.
-        partial: a page whose first slots continue them, to be copied; None if there is none.
-        num_slots: slots in both.
-    """
-
-    pages: list[int]
-    partial: int | None
-    num_slots: int
+    pages: list[int]  # whole pages, which can be shared
+    partial: int | None  # a page whose first slots continue them, to be copied; None if there is none
+    num_slots: int  # slots in both
 
 
 class Prefixes:

@@ -120,9 +120,6 @@ class Rotary:
         dtype: float32, bfloat16, float16 (factors are complex64) or float64 (complex128). Cosine and sine are computed
             in float32 and rounded to this dtype, as transformers does.
         device: of positions and factors.
-
-    Raises:
-        ConfigError: another dtype.
     """
 
     def __init__(
@@ -171,9 +168,6 @@ class Rotary:
 
         Returns:
             complex64 or complex128 (..., rotary_dim / 2): cosine and sine times the attention factor.
-
-        Raises:
-            IndexError: a negative position, or on the CPU one not below ``upto`` (types other than dynamic).
         """
         if not self.config.position_only and positions.numel():
             return self._factors(positions, self._dynamic_frequencies(positions, prompt_lengths))

@@ -179,34 +179,22 @@ def round_up_slots(count: int, cache: KVCache) -> int:
 
 
 class _Bucket(NamedTuple):
-    """The static inputs of one recorded forward.
+    """The static inputs of one recorded forward."""
 
-    Attributes:
-        tokens, parents: (B, N) of the trees, followed by values of earlier trees.
-        lengths: (B,) committed tokens.
-        table: the recorded rotation factors: kept alive, since a longer table may replace them in the net.
-    """
-
+    # tokens, parents: (B, N) of the trees, followed by values of earlier trees
     tokens: Tensor
     parents: Tensor
-    lengths: Tensor
-    table: Tensor
+    lengths: Tensor  # (B,) committed tokens
+    table: Tensor  # the recorded rotation factors: kept alive, since a longer table may replace them in the net
 
 
 class _Prompt(NamedTuple):
-    """The static inputs of a recorded piece of a prompt.
+    """The static inputs of a recorded piece of a prompt."""
 
-    Attributes:
-        numbers: (B, 2) of each row: its number, and its committed tokens.
-        tokens: (B, W).
-        states: (B, W, H), or None.
-        table: see ``_Bucket``.
-    """
-
-    numbers: Tensor
-    tokens: Tensor
-    states: Tensor | None
-    table: Tensor
+    numbers: Tensor  # (B, 2) of each row: its number, and its committed tokens
+    tokens: Tensor  # (B, W)
+    states: Tensor | None  # (B, W, H), or None
+    table: Tensor  # see ``_Bucket``
 
 
 class RecordedRunner(EagerRunner):

@@ -42,18 +42,13 @@ FORMS = (
 
 @dataclass(frozen=True)
 class Text:
-    """A document or a dialogue.
+    """A document or a dialogue."""
 
-    Attributes:
-        text: the document; None for a dialogue.
-        messages: the dialogue.
-        bare: the dialogue is one text under ``prompt``: a model without a chat template continues it unchanged.
-        ended: False for a document that was cut off (``finish_reason`` is ``length``): no end token closes it.
-    """
-
-    text: str | None = None
-    messages: tuple[Message, ...] = ()
+    text: str | None = None  # the document; None for a dialogue
+    messages: tuple[Message, ...] = ()  # the dialogue
+    # the dialogue is one text under ``prompt``: a model without a chat template continues it unchanged
     bare: bool = False
+    # False for a document that was cut off (``finish_reason`` is ``length``): no end token closes it
     ended: bool = True
 
 
