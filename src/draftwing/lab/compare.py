@@ -184,30 +184,22 @@ def verify(
     prompts: Sequence[Prompt],
     sampling: Sampling,
     *,
-    max_batch: int = 1,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Verification:
-    """Decode every prompt with and without drafts and compare token ids.
-
-    ``max_batch`` prompts are decoded speculatively at once; the baseline always runs one by one.
-    """
+    """Decode every prompt with and without drafts and compare token ids."""
     baseline, sampling = LM(lm.target, lm.tokenizer), with_seed(sampling)
     differences, num_tokens = [], 0
-    for start in range(0, len(prompts), max_batch):
-        generations = lm.generate(list(prompts[start : start + max_batch]), sampling, max_batch=max_batch)
-        for index, generation in enumerate(generations, start):
-            if generation.error is not None:
-                raise generation.error
-            (base,) = baseline.generate([prompts[index]], sampling)
-            num_tokens += len(base.token_ids)
-            if generation.token_ids != base.token_ids:
-                differences.append(_explain(lm.target, base, generation.token_ids, sampling, index))
-            on_progress(index + 1, len(prompts))
+    for index, prompt in enumerate(prompts):
+        (generation,), (base,) = (one.generate([prompt], sampling) for one in (lm, baseline))
+        num_tokens += len(base.token_ids)
+        if generation.token_ids != base.token_ids:
+            differences.append(_explain(lm.target, base, generation.token_ids, sampling, index))
+        on_progress(index + 1, len(prompts))
     settings = {
         **describe_target(lm.target),
         "drafter": lm.drafter_name,
         "rule": lm.rule,
-        "max_batch": max_batch,
+        "max_batch": 1,
         "sampling": {key: value for key, value in asdict(sampling).items() if value != getattr(Sampling(), key)},
     }
     return Verification(len(prompts), len(prompts) - len(differences), num_tokens, differences, settings)

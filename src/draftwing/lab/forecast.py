@@ -239,10 +239,10 @@ class Walk:
         """Tokens emitted per target forward."""
         return float(self.tokens.sum() / self.steps.sum())
 
-    def interval(self, draws: int = 1000) -> tuple[float, float]:
+    def interval(self) -> tuple[float, float]:
         """Return the 95% interval of tau: a bootstrap over texts with a fixed seed."""
         generator = np.random.default_rng(0)
-        chosen = generator.integers(len(self.steps), size=(draws, len(self.steps)))
+        chosen = generator.integers(len(self.steps), size=(1000, len(self.steps)))
         low, high = np.quantile(self.tokens[chosen].sum(1) / self.steps[chosen].sum(1), (0.025, 0.975))
         return float(low), float(high)
 
@@ -706,23 +706,15 @@ def measured_speedup(costs: Costs, alpha: float, gamma: int, rows: int = 1, cont
     return expected_tokens(alpha, gamma) * costs.verify_seconds(1, rows, context) / spent
 
 
-def inflection_length(costs: Costs, alpha: float, gamma: int, rows: int = 1, *, view: int | None = None) -> float:
-    """Context length from which chains of ``gamma`` gain (MagicDec 2408.11049, section 3).
+def inflection_length(costs: Costs, alpha: float, gamma: int, rows: int = 1) -> float:
+    """Context length from which chains of ``gamma`` gain: 0 or more, infinity if they never do (2408.11049, section 3).
 
     With longer contexts reading the KV cache, once for all nodes, dominates, and T_V / T_T falls towards 1.
-
-    Args:
-        view: slots that a self-drafting target attends to: a draft step then costs a baseline step of that length.
-            None: as measured.
-
-    Returns:
-        0 if they gain from the start, infinity if they never do.
     """
     tokens = expected_tokens(alpha, gamma)
-    draft = costs.draft_seconds(gamma, 1, rows) if view is None else gamma * costs.verify_seconds(1, rows, view)
-    loss = draft + costs.verify_seconds(gamma + 1, rows, 0) - tokens * costs.verify_seconds(1, rows, 0)  # per step
-    if loss <= 0 and view is None:
+    spent = costs.draft_seconds(gamma, 1, rows) + costs.verify_seconds(gamma + 1, rows, 0)
+    loss = spent - tokens * costs.verify_seconds(1, rows, 0)  # per step
+    if loss <= 0:
         return 0.0
     gain = (tokens * costs.token_seconds(1) - costs.token_seconds(gamma + 1)) * rows  # per token of context
-    length = loss / gain if gain > 0 else math.inf
-    return length if view is None else max(length, float(view))
+    return loss / gain if gain > 0 else math.inf

@@ -31,10 +31,10 @@ from draftwing.models.layers import ACTIVATIONS, DecoderLayer
 from draftwing.runtime.forward import NetShape
 
 
-def dflash_taps(num_layers: int, num_taps: int = 5) -> tuple[int, ...]:
-    """Return the outputs of evenly spaced layers, from the second layer to the third from the end."""
+def dflash_taps(num_layers: int) -> tuple[int, ...]:
+    """Return the outputs of five evenly spaced layers, from the second layer to the third from the end."""
     last = max(num_layers - 3, 1)
-    layers = (1 + round(tap * (last - 1) / max(num_taps - 1, 1)) for tap in range(num_taps))
+    layers = (1 + round(tap * (last - 1) / 4) for tap in range(5))
     return tuple(dict.fromkeys(min(layer + 1, num_layers) for layer in layers))
 
 

@@ -330,6 +330,6 @@ def _cannot_listen(host: str, port: int, error: Exception) -> ConfigError:
     return ConfigError(f"cannot listen at {shown(host)}: {fix}")
 
 
-def run(app: FastAPI, sockets: list[socket.socket], *, patience: float = 30.0, log_level: str = "info") -> None:
+def run(app: FastAPI, sockets: list[socket.socket], *, patience: float) -> None:
     """Serve an app of ``make_app`` on sockets of ``bind`` until SIGTERM or Ctrl-C; see ``GracefulServer``."""
-    GracefulServer(app, patience=patience, log_level=log_level).run(sockets)
+    GracefulServer(app, patience=patience).run(sockets)
