@@ -236,7 +236,6 @@ class Model:
         return self.target or default_model()
 
     def load(self, draft: str | None, drafting: Drafting | None = None) -> LM:
-        """Load the target with one draft."""
         from draftwing.loading import load
 
         return load(**vars(self), draft=draft, **(drafting or Drafting()).for_lm())

@@ -142,7 +142,6 @@ def _is_complete(folder: Path, path: Path) -> bool:
 
 
 def get_architecture(file: GgufFile) -> str:
-    """Return ``general.architecture``."""
     where, kind = file.metadata.where, file.metadata.text("general.type", "model")
     if kind != "model":
         raise UnsupportedError(f"{where}: this file holds a model's \"{kind:.40}\" only. Give the model's own file.")

@@ -385,7 +385,6 @@ def _mean(rows: Sequence[ResultRow]) -> ResultRow:
 
 
 def to_dict(groups: Sequence[Group]) -> dict[str, Any]:
-    """Return JSON values."""
     values = []
     for group in groups:
         lists = {"sets": list(group.sets.values()), "methods": list(group.methods.values())}

@@ -116,7 +116,6 @@ def compare(
 
 
 def promise_of(lm: LM, sampling: Sampling) -> str:
-    """Return ``MethodResult.promise``."""
     rule = get_rule(lm.rule, lossless=False)
     if not rule.lossless:
         return "nothing"

@@ -33,8 +33,6 @@ class FitTrial:
 
 @dataclass(frozen=True)
 class Fit:
-    """The result of ``measure_fit``."""
-
     tau: float
     alpha: tuple[float, ...]
     verdict: str  # ``fits``, ``weak`` or ``does not fit``

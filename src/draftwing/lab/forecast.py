@@ -140,7 +140,6 @@ class HeldOut:
     texts: Mapping[float, ForecastTexts]  # by temperature
 
     def at(self, temperature: float) -> ForecastTexts:
-        """Return the texts of a temperature. Raises ConfigError if there are none."""
         if float(temperature) not in self.texts:
             collected = ", ".join(f"{other:g}" for other in sorted(self.texts))
             raise ConfigError(
@@ -350,7 +349,6 @@ WrittenText = tuple[Sequence[int], bool, Sequence[ReferenceTree]]
 
 
 def statistics(texts: Iterable[WrittenText]) -> ForecastTexts:
-    """Summarise texts."""
     columns: dict[str, list[Any]] = {name: [] for name in _ARRAYS}
     for tokens, stopped, trees in texts:
         columns["lengths"].append(len(trees))

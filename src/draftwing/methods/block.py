@@ -119,7 +119,6 @@ class BlockNet(DraftNet):
         """
 
     def level_head(self, level: int) -> Linear:
-        """Return the LM head of a level."""
         return self.read_head
 
     def level_logits(self, level: int, read: Tensor) -> Tensor:

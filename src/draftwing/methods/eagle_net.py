@@ -146,7 +146,6 @@ class _Place:
 
 
 def tensor_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of a head."""
     return {name: place.shape for name, place in _places(config).items()}
 
 

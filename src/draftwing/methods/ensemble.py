@@ -298,7 +298,6 @@ class DraftCalibration:
         return self._num_steps <= LEARN_ALL_STEPS or self._num_steps % LEARN_EVERY == 0
 
     def calibrated(self, drafter: int, rule: GrowthRule) -> GrowthRule:
-        """Return ``rule`` with the calibration of one drafter."""
         knots, rates = self.tables[drafter].lines
         return replace(rule, knots=knots, rates=rates)
 
@@ -431,7 +430,6 @@ class Asking:
         return math.sqrt(scatter / self.num_answers[place]) + DOUBT_TOKENS / self.num_answers[place]
 
     def add_time(self, rows: int, seconds: float, rule: GrowthRule) -> None:
-        """Record the time of a draft."""
         forwards = seconds / float(rule.verify[1])
         times, average = self.forwards_by_rows.get(rows, (0, forwards))
         if times < MIN_ANSWERS:  # the first drafts are slow: take the fastest

@@ -116,7 +116,6 @@ class LayerSet:
 
     @classmethod
     def read(cls, folder: Path) -> LayerSet:
-        """Read a folder."""
         block, place = read_config(folder).get("draftwing"), f"{Path(folder) / 'config.json'}: draftwing"
         if not isinstance(block, dict) or block.get("kind") != LAYERS:
             raise ConfigError(

@@ -122,7 +122,6 @@ class MtpNet(DraftNet):
 
     @property
     def modules_in_order(self) -> list[MtpModule]:
-        """The chain, typed."""
         return [cast(MtpModule, module) for module in self.chain]
 
     def forward(self, ids: Any, states: Any, attend: Attend) -> tuple[Any, Any]:

@@ -273,7 +273,6 @@ class DraftNet(nn.Module, ABC):
 
     @property
     def rotary(self) -> Rotary:
-        """The rotation of its positions."""
         key = self.dtype, self.device
         if self._rotary is None or self._rotary[0] != key:  # the net was moved
             self._rotary = key, Rotary(self.config.rope, *key)

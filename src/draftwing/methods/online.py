@@ -59,8 +59,6 @@ class Stretch:
 
 @dataclass(frozen=True)
 class LearningPace:
-    """How much to learn."""
-
     share: float = 0.1  # share of the steps' time that updates may take
     lr: float = 1e-4  # learning rate of AdamW
     num_steps: int = 3  # steps of the unroll

@@ -235,8 +235,6 @@ _NUMBERS = count()
 
 @dataclass(frozen=True)
 class Store:
-    """An open file."""
-
     path: Path
     about: Mapping[str, Any]  # its header: ``vocab_size``, ``vocab_hash`` and further fields of the writer
     parts: tuple[SuffixArray, ...]

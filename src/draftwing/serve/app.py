@@ -40,8 +40,6 @@ _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a server."""
-
     names: tuple[str, ...]  # names of the model; the first one is shown, all are accepted
     max_batch: int = 8  # requests decoded at once
     max_waiting: int = 64  # requests beyond these that may wait

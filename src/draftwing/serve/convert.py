@@ -76,8 +76,6 @@ class Defaults:
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A validated request."""
-
     sequences: list[tuple[list[int], Sampling]]  # the prompt ids and sampling of each choice, in order
     options: dict[str, Any]  # further options of ``Engine.submit``, for all sequences
     tool_names: tuple[str, ...] | None = None  # functions whose calls are parsed; None parses no calls
@@ -126,7 +124,6 @@ def forced_schema(body: ChatBody, tools: Sequence[dict[str, Any]]) -> dict[str, 
 
 
 def call_schemas(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the JSON schema of a call of each tool."""
     return [
         {
             "type": "object",
@@ -238,7 +235,6 @@ def messages_with_tools(
 
 
 def parse_completion(body: CompletionBody, lm: LM, defaults: Defaults) -> ParsedRequest:
-    """Validate and encode a completion request."""
     prompts: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     if not prompts or isinstance(prompts[0], int):
         prompts = [prompts]

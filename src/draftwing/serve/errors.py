@@ -41,7 +41,6 @@ class Refusal(Exception):
 
     @property
     def response(self) -> Response:
-        """The response."""
         headers = {}
         if self.status in (429, 503):
             headers["Retry-After"] = str(_RETRY_AFTER_S)
@@ -51,7 +50,6 @@ class Refusal(Exception):
 
 
 def refusal_for(error: DraftwingError, param: str | None = None) -> Refusal:
-    """Return the response for an error of Draftwing."""
     if isinstance(error, BusyError):
         return Refusal(429, str(error), code="too_many_requests")
     if isinstance(error, ClosedError):

@@ -60,7 +60,6 @@ class Metrics(Collector):
         self._engine = engine
 
     def add_step(self, step: Step, tickets: dict[int, Ticket], now: float) -> None:
-        """Count a step."""
         counts = self._counts
         with self._lock:
             for row in step.rows:
@@ -85,7 +84,6 @@ class Metrics(Collector):
                     self._times["inter_token_latency_seconds"].add((now - before) / num_tokens, num_tokens)
 
     def add_end(self, ticket: Ticket, now: float) -> None:
-        """Count a request that has ended."""
         with self._lock:
             self._last.pop(ticket.request.id, None)
             reason = str(ticket.request.finish_reason)

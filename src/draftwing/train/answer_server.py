@@ -65,7 +65,6 @@ class ServerAnswerer:
         self.gone: list[str] = []  # errors of servers that stopped answering while others continued
 
     def answer(self, tasks: Iterable[Task]) -> Iterator[AnsweredTask]:
-        """See ``Answerer``."""
         waiting, lock, stopping = iter(tasks), threading.Lock(), threading.Event()
         results: queue.Queue[AnsweredTask | Exception | None] = queue.Queue()  # None: a thread has ended
         free: queue.Queue[_Server] = queue.Queue()  # each server once for every request that it can take

@@ -43,8 +43,6 @@ LENGTH_GROWTH = 1.15  # rows of one batch differ at most by this factor in lengt
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file with data."""
-
     path: Path
     name: str  # as the user wrote it, or relative to the folder
     num_bytes: int
@@ -439,7 +437,6 @@ class Corpus:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the dialogues and of the stream."""
         return sum(len(example.ids) for example in self.examples) + len(self.stream)
 
 

@@ -361,8 +361,6 @@ class CachedFeatures(BatchPlan):
 
 @dataclass(frozen=True, eq=False)
 class CacheRow:
-    """A row to be written."""
-
     example: Example  # ids and mask (T,)
     states: Tensor  # (T, S * H); 0 for a last token that the target never read
     best: np.ndarray  # (T,) int32, see ``Shard.best``; -1 if it is to be computed by the LM head

@@ -113,7 +113,6 @@ class TrainOptions:
 
     @property
     def net_method(self) -> NetMethod:
-        """The draft method whose net is trained."""
         return training_method(self.method)[0]
 
     @property

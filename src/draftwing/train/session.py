@@ -98,8 +98,6 @@ class Session:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The inputs of a run."""
-
     target: str | Path | None  # folder, name or hub id; None for the shipped one
     data: Sequence[str | Path]  # files and folders, see ``read_examples``
     exclude: Path | None = None  # a file of names to leave out of folders
