@@ -137,9 +137,6 @@ class Dialogue:
 
         Args:
             draft: see ``loading.load_drafter``.
-
-        Raises:
-            CheckpointError, ConfigError, TokenizerError: the draft does not exist or fit; nothing is changed.
         """
         if draft not in self._lms:
             lm = self.lm
@@ -158,11 +155,6 @@ class Dialogue:
 
         An interrupt, from the keyboard or raised by ``show``, keeps the partial answer in the dialogue; if there is
         none, the question is dropped too.
-
-        Raises:
-            PromptError: the question is empty, or the dialogue exceeds the target's context.
-            TokenizerError: the chat template rejects the messages.
-            NumericsError: the target's logits are not finite.
         """
         message = {"role": "user", "content": check_text(question)}
         if not question.strip():
@@ -212,11 +204,7 @@ class Dialogue:
         return engine if engine.room_for(num_prompt_tokens) >= room else None
 
     def retry(self, show: Callable[[AnswerStep], None] = lambda step: None) -> Answer:
-        """Answer the last question again, replacing its answer.
-
-        Raises:
-            PromptError: there is no question yet; and as ``ask``.
-        """
+        """Answer the last question again, replacing its answer."""
         if not self.answers:
             raise PromptError("there is no question to ask again: ask one")
         before = self.turns, self.answers

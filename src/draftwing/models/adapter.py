@@ -393,11 +393,7 @@ class AdapterTarget(Target):
             ) from error
 
     def _choose(self, cache: Any) -> str | None:
-        """Choose how to decode so that logits are those of the model's own forward.
-
-        Returns:
-            The reason why trees are not supported, or None.
-        """
+        """Choose how to decode so that logits are the model's own; return why trees are not supported, or None."""
         self._positioned = self.supports_trees = True
         self._has_two_caches = False
         with self._rope.limited_to(_FAR):

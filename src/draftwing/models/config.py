@@ -50,11 +50,7 @@ def _shown(value: object) -> str:
 
 
 class ConfigReader:
-    """Typed look-ups in a config. Every failure is a ConfigError.
-
-    Args:
-        where: begins every message.
-    """
+    """Typed look-ups in a config. Every failure is a ConfigError, which begins with ``where``."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self.config, self.where = config, where
@@ -194,10 +190,7 @@ class RopeConfig:
     ) -> RopeConfig:
         """Read ``rope_scaling`` and ``rope_theta`` (transformers 4), or else ``rope_parameters`` (transformers 5).
 
-        Args:
-            config: content of a ``config.json``.
-            theta: the family's default base.
-            where: begins every error message.
+        ``theta`` is the family's default base; ``where`` begins every error message.
         """
         key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
         table, whole = config.get(key) or {}, ConfigReader(config, where)

@@ -268,12 +268,7 @@ class LeanContext(Context):
 
 
 class LeanTarget(Target):
-    """A ``Target`` that runs the lean decoder.
-
-    Attributes:
-        net: the network without taps.
-        runs: the runtime, also for drafters that run like the target.
-    """
+    """A ``Target`` that runs the lean decoder: ``net``, without taps, by ``runs``, which its drafters share."""
 
     supports_views = supports_pages = True
 

@@ -35,11 +35,7 @@ _MAX_INPUTS = 2**31 // (255 * MAX_LEVEL)  # more could overflow a sum of 32 bits
 
 
 def check_quantize(quantize: str | None, dtype: torch.dtype, device: torch.device, runs: str = "kernel") -> None:
-    """Check that matrices can be quantised; None is always valid.
-
-    Args:
-        runs: see ``Layout``. The 8-bit products of the CPU kernel are exact on every processor.
-    """
+    """Check that matrices can be quantised, if at all. The CPU kernel's int8 products are exact on every processor."""
     if quantize is None:
         return
     if not isinstance(quantize, str) or quantize != "int8":
@@ -272,12 +268,7 @@ class Layout:
 
 
 class Linear(nn.Module):
-    """``x @ weight.T + bias`` with prepacked forms for inference.
-
-    Args:
-        weight: (out, in).
-        bias: (out,) or None.
-    """
+    """``x @ weight.T + bias`` with prepacked forms for inference; the weight is (out, in)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
@@ -418,8 +409,7 @@ class Linear(nn.Module):
     def for_drafts(self, quantize: str | None) -> Linear | None:
         """The matrix packed for the CPU kernel, for nets that read a matrix of the target, which may run in PyTorch.
 
-        Returns:
-            This matrix, or a copy if it is not packed or ``quantize`` applies; None if it cannot be packed.
+        Returns this matrix, or a copy if it is not packed or ``quantize`` applies; None if it cannot be packed.
         """
         if self._fused and (quantize is None or self.quantized is not None):
             return self
@@ -521,11 +511,7 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows (V, H), looked up by token ids.
-
-    Args:
-        rows: a table (V, H), which a net may train; or packed for the CPU kernel, such as those of an LM head.
-    """
+    """Rows (V, H), looked up by token ids: a table that a net may train, or packed for the CPU kernel."""
 
     def __init__(self, rows: Tensor | Packed) -> None:
         super().__init__()

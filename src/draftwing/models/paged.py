@@ -66,11 +66,7 @@ def _device_memory(device: torch.device) -> int | None:
 
 
 class PageTable:
-    """The pages of each row. For the stepping thread only.
-
-    Args:
-        num_rows: most rows at once.
-        num_slots: most slots of a row.
+    """The pages of each row, up to ``num_rows`` of ``num_slots`` slots. For the stepping thread only.
 
     Attributes:
         rows: the pages of each row, in the order of the context's rows, followed during a prefill by those of the row
@@ -127,11 +123,7 @@ class PageTable:
         return sum(cache.num_page_bytes for cache in self.caches)
 
     def allocate(self, num_bytes: int, least_pages: int = 2) -> None:
-        """Allocate ``num_bytes`` for all caches together, after they have been made.
-
-        Args:
-            least_pages: that the shortest request needs.
-        """
+        """Allocate ``num_bytes`` for all caches; the shortest request needs ``least_pages``."""
         check_memory(num_bytes, self.num_page_bytes, least_pages, self.caches[0].data.device)
         self.num_pages = num_bytes // self.num_page_bytes - SPARE
         for cache in self.caches:
@@ -326,8 +318,7 @@ class PageTable:
 class PagedCache(KVCache):
     """Keys and values of all layers in pages: (L, 2, 1, K, P * PAGE, D). Rows get pages by ``hold``.
 
-    Attributes:
-        leads: True for the target's cache, which moves the rows of the table.
+    The cache that ``leads``, the target's, moves the rows of the table.
     """
 
     def __init__(
@@ -416,11 +407,9 @@ class Prefix(NamedTuple):
 class Prefixes:
     """Finds pages by the tokens they hold: all tokens up to them are compared, so no two prefixes can be confused.
 
-    A drafter's slot may depend on the token after its position (entry i of an EAGLE head reads feature i and token
-    i + 1), so a slot counts only if the token after it is the same, too.
-
-    Args:
-        table: owns the pages, and reuses those that no row holds when it needs them, the oldest first.
+    A drafter's slot may depend on the token after its position (entry i of an EAGLE head reads feature i and token i +
+    1), so a slot counts only if the token after it is the same, too. ``table`` reuses pages that no row holds when it
+    needs them, the oldest first.
     """
 
     def __init__(self, table: PageTable) -> None:

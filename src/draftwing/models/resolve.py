@@ -107,11 +107,7 @@ def fetch(entry: Entry, *, check: bool = False) -> Path:
 
 
 def find_local(entry: Entry, *, check: bool = False) -> Path | None:
-    """Return the file or folder of a model of the catalogue; None if it was not fetched yet. Uses no network.
-
-    Args:
-        check: see ``fetch``; None for a damaged file.
-    """
+    """Return a catalogue model's file or folder without network; None if it was not fetched, or ``check`` fails."""
     source = entry.source
     if isinstance(source, Shipped):
         return shipped_folder(source.folder)

@@ -169,11 +169,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "
 
 
 class Weights(ABC):
-    """The tensors of a model: ``WeightFiles`` or ``GgufWeights``. A context manager that calls ``close``.
-
-    Attributes:
-        folder: for messages.
-    """
+    """The tensors of a model: ``WeightFiles`` or ``GgufWeights``. A context manager that calls ``close``."""
 
     folder: Path
 

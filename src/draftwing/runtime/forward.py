@@ -110,11 +110,9 @@ Outputs = tuple[Tensor | None, Tensor | None]  # logits, and the second output
 
 
 class Runner(ABC):
-    """Runs a network over the KV slots of one decoder.
+    """Runs a network over the KV slots of one decoder, in ``cache`` (another runner's if the network shares them).
 
-    Attributes:
-        cache: its slots; those of another runner if the network shares them.
-        keeps_outputs: whether outputs of ``forward`` stay valid after the next call.
+    With ``keeps_outputs``, outputs of ``forward`` stay valid after the next call.
     """
 
     cache: KVCache
@@ -155,11 +153,7 @@ class Runner(ABC):
         return Verified(logits, out, tree)
 
     def draft(self, request: DraftRequest, verify: VerifyRequest | None = None) -> Drafted:
-        """Read the unread entries and grow a tree below the last one of every row.
-
-        Args:
-            verify: verify the trees as well, if this runner can do that in the same call (``Drafted.verified``).
-        """
+        """Read the unread entries and grow a tree below the last one of every row, and verify it if this runner can."""
         prompts, view = request.prompt_lengths, request.view
         chain, last, states = self.catch_up(request)
         entries = Entries(chain, request.lengths, states=states, prompt_lengths=prompts, view=view)
@@ -207,10 +201,7 @@ class Runner(ABC):
         *,
         start: int = 0,
     ) -> Tensor | None:
-        """Write the slots of tokens in a row from ``start`` on, in chunks; returns the second output (1, T, F or H).
-
-        ``features`` are (1, T, F).
-        """
+        """Write a row's slots from ``start`` on, in chunks of ids and features (1, T, F); returns the second output."""
         self.reserve(row + 1, start + len(ids) + 1)
         if not start:
             self.cache.clear(row)

@@ -38,10 +38,7 @@ T = TypeVar("T")
 
 
 class Record(Protocol):
-    """Records a function without arguments, which may run several times meanwhile, and returns one that replays it.
-
-    All replays return the same tensors and overwrite them.
-    """
+    """Records a function, maybe by several runs, and returns one that replays it into the same tensors."""
 
     num_recorded: int
 
@@ -402,11 +399,9 @@ class GraphRuntime:
 
 
 class _StaticSampling(SamplingBatch):
-    """Temperatures and noise in static tensors; ``all_greedy`` is fixed.
+    """Temperatures and noise for ``num_levels`` positions in static tensors; ``all_greedy`` is fixed.
 
-    Args:
-        like: rows of the same kind, at most ``num_rows``.
-        num_levels: positions to hold noise for.
+    ``like`` are rows of the same kind, at most ``num_rows``.
     """
 
     def __init__(self, like: SamplingBatch, num_rows: int, num_levels: int) -> None:

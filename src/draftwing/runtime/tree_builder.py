@@ -275,7 +275,6 @@ class TreeBuilder:
         active: rows to draft for; (B, 1) int64 in a recording, where the host must not know.
         starts: (B,) absolute position of the token after each root.
         history: committed tokens, if a row has penalties.
-        wants_places: whether ``Drafted.places`` is needed.
     """
 
     def __init__(
@@ -316,8 +315,7 @@ class TreeBuilder:
     def grow(self, logits: Tensor, states: Tensor | None, run_level: RunLevel, *, shifted: bool) -> Drafted:
         """Grow the trees from the roots' logits (B, 1, V) and states (B, 1, H).
 
-        Args:
-            shifted: an entry reads its own token, not its parent's.
+        If ``shifted``, an entry reads its own token, not its parent's.
         """
         start = 0
         while True:

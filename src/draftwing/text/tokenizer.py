@@ -40,9 +40,6 @@ class Tokenizer:
 
     Args:
         folder: a Hugging Face folder.
-
-    Raises:
-        TokenizerError: the folder has no tokenizer, or one that cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -79,11 +76,7 @@ class Tokenizer:
 
     @property
     def pretrained(self) -> Any:
-        """The tokenizer of transformers, loaded at first use: the import takes seconds.
-
-        Raises:
-            TokenizerError: transformers cannot load it.
-        """
+        """The tokenizer of transformers, loaded at first use: the import takes seconds."""
         if self._slow is None:
             with _LOADING:
                 if self._slow is None:
@@ -203,11 +196,7 @@ class Tokenizer:
         return prepared
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """Return the text of a dialogue through the chat template; ``variables`` are the template's.
-
-        Raises:
-            TokenizerError: there is no chat template, or it refuses the messages.
-        """
+        """Return the text of a dialogue through the chat template; ``variables`` are the template's."""
         return self._render(self.template_messages(messages), **variables)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
@@ -219,10 +208,6 @@ class Tokenizer:
         Args:
             messages: role and content, and whatever else the template reads.
             variables: of the template, such as ``tools``.
-
-        Raises:
-            TokenizerError: there is no chat template, or it refuses the messages.
-            PromptError: the rendered text cannot be encoded, a part is not text, or another message has a prefix.
         """
         dialogue, is_open = prepare_messages(messages)
         if is_open:
