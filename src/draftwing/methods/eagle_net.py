@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from draftwing.errors import ConfigError
 from draftwing.methods.calibration import Calibration
-from draftwing.methods.net import LAYER_FIELDS, DraftNet, TargetId
+from draftwing.methods.net import LAYER_FIELDS, DraftNet, TargetId, layer_names
 from draftwing.models.attention import Attend
 from draftwing.models.config import Activation, ModelConfig, RopeConfig
 from draftwing.models.layers import DecoderLayer, RMSNorm, columns, concat
@@ -182,17 +182,15 @@ def _layer_places(config: EagleConfig, name: str, path: str, width: int) -> dict
     """Return the places of a decoder layer whose attention reads ``width`` numbers, without its input norm."""
     hidden, inner = config.hidden_size, config.intermediate_size
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    places = {
-        f"{name}.self_attn.o_proj.weight": _Place(f"{path}.out.weight", (hidden, query)),
-        f"{name}.mlp.gate_proj.weight": _Place(f"{path}.mlp.gate_up.weight", (inner, hidden)),
-        f"{name}.mlp.up_proj.weight": _Place(f"{path}.mlp.gate_up.weight", (inner, hidden), inner),
-        f"{name}.mlp.down_proj.weight": _Place(f"{path}.mlp.down.weight", (hidden, inner)),
-        f"{name}.post_attention_layernorm.weight": _Place(f"{path}.post_norm.weight", (hidden,)),
-    }
-    for part, rows, start in (("q", query, 0), ("k", key, query), ("v", key, query + key)):
-        places[f"{name}.self_attn.{part}_proj.weight"] = _Place(f"{path}.qkv.weight", (rows, width), start)
-        if config.qkv_bias:
-            places[f"{name}.self_attn.{part}_proj.bias"] = _Place(f"{path}.qkv.bias", (rows,), start)
+    rows = {"out": [hidden], "mlp.gate_up": [inner, inner], "mlp.down": [hidden], "qkv": [query, key, key]}
+    widths = {"out": query, "mlp.down": inner, "qkv": width}
+    places = {f"{name}.post_attention_layernorm.weight": _Place(f"{path}.post_norm.weight", (hidden,))}
+    for module, sizes in rows.items():
+        for number, (part, size) in enumerate(zip(layer_names()[module], sizes, strict=True)):
+            shape, start = (size, widths.get(module, hidden)), sum(sizes[:number])
+            places[f"{name}.{part}.weight"] = _Place(f"{path}.{module}.weight", shape, start)
+            if module == "qkv" and config.qkv_bias:
+                places[f"{name}.{part}.bias"] = _Place(f"{path}.{module}.bias", (size,), start)
     return places
 
 
