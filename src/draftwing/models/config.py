@@ -146,8 +146,7 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     # multiplies cosine and sine (yarn); None derives it from ``factor``, ``mscale`` and ``mscale_all_dim``
     attention_factor: float | None = None
-    # beta_fast, beta_slow, truncate: bounds of yarn's ramp, in rotations over the original context, and whether they
-    # are rounded
+    # bounds of yarn's ramp, in rotations over the original context; ``truncate`` rounds them
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float | None = None
