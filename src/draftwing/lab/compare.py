@@ -174,9 +174,6 @@ class Verification:
     differences: list[Difference]
     settings: dict[str, Any]
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def verify(
     lm: LM,

@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.filesize import decimal
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -69,15 +70,7 @@ class CacheSize:
     num_bytes: int
 
     def __str__(self) -> str:
-        return f"{self.num_tokens:,} tokens, {_readable(self.num_bytes)}"
-
-
-def _readable(num_bytes: float) -> str:
-    for unit in ("kB", "MB", "GB"):
-        num_bytes /= 1000
-        if num_bytes < 1000:
-            return f"{num_bytes:.1f} {unit}"
-    return f"{num_bytes / 1000:,.1f} TB"
+        return f"{self.num_tokens:,} tokens, {decimal(self.num_bytes)}"
 
 
 @dataclass(frozen=True)
@@ -434,8 +427,8 @@ class GrowingCache:
         num_bytes, free = self.shard_bytes if num_bytes is None else num_bytes, shutil.disk_usage(self._folder).free
         if num_bytes > free:
             raise DataError(
-                f"{self._folder}: {what} needs {num_bytes:,} bytes ({_readable(num_bytes)}) more, and the disk has "
-                f"{free:,} bytes ({_readable(free)}) free: make room, write elsewhere, or cache less data"
+                f"{self._folder}: {what} needs {num_bytes:,} bytes ({decimal(num_bytes)}) more, and the disk has "
+                f"{free:,} bytes ({decimal(free)}) free: make room, write elsewhere, or cache less data"
             )
 
     def write(self, number: int, rows: Mapping[int, CacheRow]) -> None:
