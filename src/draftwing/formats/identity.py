@@ -73,16 +73,22 @@ def head_id(folder: Path) -> str:
         for path in (folder / "config.json", *weights):
             size = path.stat().st_size
             digest.update(f"{path.name} {size} ".encode())
-            with path.open("rb") as file:
-                if size <= _WHOLE:
-                    digest.update(file.read())
-                else:
-                    for number in range(_SAMPLES):
-                        file.seek(number * (size - _BLOCK) // (_SAMPLES - 1))
-                        digest.update(file.read(_BLOCK))
+            if size <= _WHOLE:
+                digest.update(path.read_bytes())
+            else:
+                hash_blocks(path, _SAMPLES, digest)
     except OSError as error:
         raise CheckpointError(f"{folder}: the head cannot be read ({error}): give a head's folder") from error
     return digest.hexdigest()[:16]
+
+
+def hash_blocks(path: Path, count: int, digest: Any) -> None:
+    """Add evenly spaced blocks of a file to a digest, from its start to its end."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        for number in range(count):
+            file.seek(max(size - _BLOCK, 0) * number // (count - 1))
+            digest.update(file.read(_BLOCK))
 
 
 def made_for(folder: Path) -> TargetId | None:

@@ -91,9 +91,9 @@ class Tokenizer:
         if "added_tokens_decoder" in config:
             listed = {int(index): _added_token(token) for index, token in config["added_tokens_decoder"].items()}
         else:
-            config |= self._read_json("special_tokens_map.json")
+            config |= self.read_json("special_tokens_map.json")
             special = {_added_token(value).content for key, value in config.items() if key in _NAMED and value}
-            for content, index in self._read_json("added_tokens.json").items():
+            for content, index in self.read_json("added_tokens.json").items():
                 is_special = content in special
                 listed[index] = AddedToken(content, normalized=not is_special, special=is_special)
         tokens = [token for _, token in sorted(listed.items(), key=lambda item: item[0]) if repr(token) not in known]
@@ -115,9 +115,10 @@ class Tokenizer:
 
     @cached_property
     def _config(self) -> dict[str, Any]:
-        return self._read_json("tokenizer_config.json")
+        return self.read_json("tokenizer_config.json")
 
-    def _read_json(self, name: str) -> dict[str, Any]:
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Return the object in a file of the folder; empty if there is none."""
         file = self.folder / name
         try:
             content = read_json(file) if file.exists() else {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import os
 import re
 from collections import Counter
@@ -528,11 +527,11 @@ def chunked(items: Iterable[T], num_characters: Callable[[T], int]) -> Iterator[
 
 def _find_eos(tokenizer: Tokenizer) -> int:
     """Return the end token of tokenizer_config.json, else the first one of generation_config.json or config.json."""
-    token = _read_json(tokenizer.folder / "tokenizer_config.json").get("eos_token")
+    token = tokenizer.read_json("tokenizer_config.json").get("eos_token")
     eos_id: Any = tokenizer.fast.token_to_id(str(token.get("content") if isinstance(token, dict) else token))
     for name in ("generation_config.json", "config.json"):
         if eos_id is None:
-            eos_id = _read_json(tokenizer.folder / name).get("eos_token_id")
+            eos_id = tokenizer.read_json(name).get("eos_token_id")
             eos_id = next(iter(eos_id), None) if isinstance(eos_id, list) else eos_id
     if not isinstance(eos_id, int):
         raise TokenizerError(
@@ -540,14 +539,6 @@ def _find_eos(tokenizer: Tokenizer) -> int:
             f"tokenizer_config.json or eos_token_id in generation_config.json; add one"
         )
     return eos_id
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    except (OSError, ValueError) as error:
-        raise TokenizerError(f"{file}: not readable as JSON ({error}): download it again") from error
-    return content if isinstance(content, dict) else {}
 
 
 def split(corpus: Corpus, validation_share: float, seed: int = 0) -> tuple[Corpus, Corpus]:
