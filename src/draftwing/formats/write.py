@@ -276,6 +276,9 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 }
 
 
+# --- folders ---------------------------------------------------------------------------------------------------------
+
+
 def write_head(folder: Path, net: EagleNet, *, training: Mapping[str, Any] | None = None) -> None:
     """Write a net, not prepacked, in our layout; an older head in the folder is replaced, whole or not at all.
 
@@ -349,6 +352,8 @@ def write_folder(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
+
+# --- conversion ------------------------------------------------------------------------------------------------------
 
 # The engine that serves each layout; ours and EAGLE's have no server.
 SERVED_BY = {"vllm": "vllm", "speculators": "vllm", "sglang": "sglang"}

@@ -127,6 +127,8 @@ def _rounded(value: float) -> float | None:
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
+# --- lessons ---------------------------------------------------------------------------------------------------------
+
 _NUM_TOP = 6  # tokens listed per distribution
 _CHAIN, _TREE = Budget(4), Budget(2, 3)
 
