@@ -11,8 +11,7 @@ from conftest import SMALL, refused
 from draftwing.cli import main as cli
 from draftwing.errors import CheckpointError
 from draftwing.formats.card import copy_card, read_stored, render_card, write_card, write_stored
-from draftwing.formats.convert import convert
-from draftwing.formats.write import write_head
+from draftwing.formats.write import convert, write_head
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
 from draftwing.methods.net import TargetId
 from draftwing.models.config import ModelConfig

@@ -9,11 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import add_tokenizer
-from draftwing.formats.convert import convert
 from draftwing.formats.doctor import CHECKS, diagnose
 from draftwing.formats.identity import chat_template_hash, target_id_of_folder
 from draftwing.formats.read import Head
-from draftwing.formats.write import save_head, write_head
+from draftwing.formats.write import convert, save_head, write_head
 from draftwing.methods.eagle_net import EagleConfig, EagleNet, tensor_shapes
 from draftwing.models.config import ModelConfig, read_config
 from draftwing.models.linear import Linear

@@ -15,11 +15,10 @@ from safetensors.torch import load_file, save_file
 from conftest import SMALL, add_tokenizer, refused
 from draftwing.errors import CheckpointError, ConfigError, DraftwingWarning, UnsupportedError
 from draftwing.formats import identity, write
-from draftwing.formats.convert import convert, serve_command
 from draftwing.formats.identity import chat_template_hash, target_id, target_id_of_folder
 from draftwing.formats.read import Head, is_head, load_head, read_head
 from draftwing.formats.tensors import read_draft_vocab, to_maps
-from draftwing.formats.write import save_head, write_head
+from draftwing.formats.write import convert, save_head, serve_command, write_head
 from draftwing.loading import load_target
 from draftwing.methods.calibration import Calibration
 from draftwing.methods.eagle_net import EagleConfig, EagleNet, default_taps, tensor_shapes

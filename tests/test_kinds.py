@@ -18,10 +18,10 @@ from draftwing.cli.main import app
 from draftwing.cpu.library import get_kernel
 from draftwing.decode import Decoder
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
-from draftwing.formats.convert import convert as convert_eagle
 from draftwing.formats.identity import target_id
-from draftwing.formats.layouts import LAYOUTS
 from draftwing.formats.read import PICKLED
+from draftwing.formats.write import LAYOUTS
+from draftwing.formats.write import convert as convert_eagle
 from draftwing.loading import load, load_drafter, load_target
 from draftwing.methods.base import Budget
 from draftwing.methods.method import NewNet

@@ -282,7 +282,7 @@ def test_int8_rows_of_zeros_and_rows_that_are_not_finite():
 @pytest.mark.parametrize(
     ("quantize", "dtype", "device", "kind", "parts"),
     [
-        ("int3", torch.float32, "cpu", ConfigError, ["quantize must be one of int8", "found 'int3'"]),
+        ("int3", torch.float32, "cpu", ConfigError, ["quantize must be int8, q4 or None", "found 'int3'"]),
         ("int8", torch.float32, "cuda", UnsupportedError, ["quantize='int8'", "cuda", "device='cpu'"]),
         ("int8", torch.float64, "cpu", UnsupportedError, ["quantize='int8'", "found float64", "leave quantize out"]),
     ],

@@ -8,6 +8,7 @@ import torch
 import draftwing as dw
 from conftest import SMALL, refused
 from draftwing.cpu.library import get_kernel
+from draftwing.cpu.packed import NotFiniteError, quantize_blocks
 from draftwing.decode import Decoder
 from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.formats.write import write_head
@@ -136,6 +137,88 @@ def test_a_head_is_quantised_like_its_target(version, folder_of, tmp_path):
         assert net.dtype == torch.float32
 
 
+# --- 4 bits ----------------------------------------------------------------------------------------------------------
+
+in_kernel = pytest.mark.skipif(get_kernel() is None, reason="4-bit matrices run in the CPU kernel")
+WIDE = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 96}
+
+
+@in_kernel
+@pytest.mark.parametrize("kind", SAMPLINGS)
+@pytest.mark.parametrize("width", [96, 72], ids=["blocks", "no-blocks"])
+def test_text_in_4_bits_is_plain_decodings(width, kind, folder_of):
+    folder = folder_of("llama", **{**WIDE, "intermediate_size": width})
+    target = LeanTarget.from_folder(folder, quantize="q4")
+    layer = target.net.layers[0]
+    assert target.quantized == "q4"
+    assert layer.qkv.formats == layer.mlp.gate_up.formats == ("Q4_1",)
+    assert layer.mlp.down.formats == (("Q4_1",) if width % 32 == 0 else ("int8",))
+    assert target.head.formats == ("int8",)
+    plain = [decode(target, kind, [row])[0][0] for row in range(3)]
+    for name in ("lookup", "float-twin", "itself-tree"):
+        make, budget = DRAFTERS[name]
+        texts, stats = decode(target, kind, range(3), make(folder, target), budget)
+        assert texts == plain, name
+        assert stats.num_drafted > 0
+    for version in (1, 3):
+        drafter = EagleDrafter(eagle(folder, target, version, "q4"), target)
+        assert decode(target, kind, range(3), drafter, Budget(4, 8, 24))[0] == plain
+
+
+def test_weights_in_4_bits_are_the_nearest_levels_of_each_block():
+    torch.manual_seed(0)
+    weight = torch.randn(70, 96) * torch.rand(70, 1) + 0.3
+    weight[3], weight[4, 32:64] = 0.0, 0.25
+    stored = quantize_blocks(weight)
+    assert (stored.format, stored.num_in, stored.data.shape) == ("Q4_1", 96, (70, 60))
+    found, blocks = stored.expand().view(-1, 32), weight.view(-1, 32)
+    spread = blocks.amax(1, keepdim=True) - blocks.amin(1, keepdim=True)
+    plain = blocks.amin(1, keepdim=True) + (
+        ((blocks - blocks.amin(1, keepdim=True)) / (spread / 15).clamp_min(1e-9)).round() * spread / 15
+    )
+    assert ((found - blocks).abs() <= 0.08 * spread + 1e-3).all()
+    assert (found - blocks).square().sum() < 0.97 * (plain - blocks).square().sum()  # fitted by least squares
+    assert torch.equal(stored.expand()[3], weight[3])
+    assert torch.equal(stored.expand()[4, 32:64], weight[4, 32:64])
+    again = quantize_blocks(stored.expand())
+    assert torch.allclose(again.expand(), stored.expand(), atol=2e-3)
+
+
+@in_kernel
+def test_a_matrix_in_4_bits_is_refilled_in_its_place():
+    first, second = torch.randn(70, 64), torch.randn(70, 64)
+    linear, expected = Linear(first.clone()), Linear(second.clone())
+    for matrix in (linear, expected):
+        matrix.pack("q4")
+    x, before = torch.randn(3, 64), linear.packed[0].weight.data_ptr()
+    linear.refill(second)
+    assert linear.packed[0].weight.data_ptr() == before
+    assert torch.equal(linear(x), expected(x))
+    for odd in (torch.nan, torch.inf):
+        second[5, 40] = odd
+        with refused(NotFiniteError):
+            linear.refill(second)
+
+
+@in_kernel
+@pytest.mark.parametrize("width", [64, 256])
+def test_only_heads_beyond_the_caches_draft_in_4_bits(width, folder_of, monkeypatch):
+    monkeypatch.setattr(net_module, "MAX_CACHED", 100_000)
+    folder = folder_of("llama", **{**WIDE, "intermediate_size": 32, "hidden_size": width})
+    target = LeanTarget.from_folder(folder)
+    config = EagleConfig.for_target(3, ModelConfig.from_hf(read_config(folder)))
+    net = EagleNet(config, target.embedding, target.head, None, target.dtype).prepack(fast=True)
+    formats = {name for matrix in net.modules() if isinstance(matrix, Linear) for name in matrix.formats}
+    if get_kernel().has_int8:
+        assert formats == ({"int8"} if width == 64 else {"Q4_1"})
+
+
+def test_4_bits_need_the_kernel(folder_of, monkeypatch):
+    monkeypatch.setenv("DRAFTWING_KERNEL", "off")
+    with refused(UnsupportedError, "quantize='q4'", "CPU kernel", "quantize='int8'"):
+        LeanTarget.from_folder(folder_of("llama", **WIDE), quantize="q4")
+
+
 def test_the_shipped_model():
     texts = {kind: [] for kind in SAMPLINGS}
     for draft in ("none", "eagle3", "eagle1", "causal-lm"):
@@ -149,7 +232,7 @@ def test_the_shipped_model():
 @pytest.mark.parametrize(
     ("family", "options", "kind", "parts"),
     [
-        ("llama", {"quantize": "int3"}, ConfigError, ["quantize must be one of int8", "found 'int3'"]),
+        ("llama", {"quantize": "int3"}, ConfigError, ["quantize must be int8, q4 or None", "found 'int3'"]),
         ("llama", {"dtype": "float64"}, UnsupportedError, ["found float64", "leave quantize out"]),
         ("llama", {"engine": "transformers"}, UnsupportedError, ["transformers", "engine='lean'"]),
         ("gpt2", {}, UnsupportedError, ["transformers", "leave quantize out"]),

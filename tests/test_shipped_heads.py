@@ -14,9 +14,8 @@ from draftwing.cli import main as cli
 from draftwing.cli.options import Compared, Drafting, Model
 from draftwing.errors import CheckpointError
 from draftwing.formats.identity import made_for, target_id
-from draftwing.formats.layouts import head_files
 from draftwing.formats.read import Head
-from draftwing.formats.write import write_head
+from draftwing.formats.write import head_files, write_head
 from draftwing.loading import load_target
 from draftwing.methods.eagle_net import EagleConfig, EagleNet, tensor_shapes
 from draftwing.methods.net import TargetId

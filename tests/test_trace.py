@@ -12,8 +12,7 @@ import draftwing as dw
 from conftest import refused
 from draftwing.errors import ConfigError, SamplingError
 from draftwing.sampling import Sampling
-from draftwing.serve.lesson import lesson
-from draftwing.serve.trace import TokenNames, Tracer, step_trace
+from draftwing.serve.trace import TokenNames, Tracer, lesson, step_trace
 from draftwing.tree import PAD
 
 PROMPT = "def quicksort(items):\n    if len(items) <= 1:\n        return items\n"

@@ -21,8 +21,8 @@ def exported(mode: Mode, settings: Settings) -> Path | None:
     if folder is None or mode.peer not in READERS or not mode.name.startswith("eagle"):
         return folder
     from draftwing.errors import DraftwingError
-    from draftwing.formats.convert import convert
     from draftwing.formats.identity import target_id_of_folder
+    from draftwing.formats.write import convert
 
     out = settings.cache / "heads" / f"{fingerprint(folder)}-for-{fingerprint(settings.target)}"
     if not out.exists():

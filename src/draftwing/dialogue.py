@@ -32,15 +32,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class AnswerStep:
-    """The part of an answer that one decode step adds.
+    """The part of an answer that one decode step adds."""
 
-    Attributes:
-        pieces: the step's text by token.
-        num_accepted: drafted tokens that the step accepted.
-    """
-
-    pieces: tuple[Piece, ...]
-    num_accepted: int
+    pieces: tuple[Piece, ...]  # the step's text by token
+    num_accepted: int  # drafted tokens that the step accepted
 
     @property
     def text(self) -> str:
@@ -50,27 +45,20 @@ class AnswerStep:
 
 @dataclass
 class Answer:
-    """An answer and its statistics.
-
-    Attributes:
-        draft: the draft in use.
-        num_prompt_tokens: tokens of the dialogue up to and including the question.
-        num_cached_tokens: those of them that were not read again.
-        finish_reason: ``stop``, ``length``, or ``cancelled`` if interrupted.
-        first_s, seconds: until the first step's tokens (after reading the prompt), and in total.
-    """
+    """An answer and its statistics."""
 
     question: str
-    draft: str
+    draft: str  # the draft in use
     sampling: Sampling
-    num_prompt_tokens: int
+    num_prompt_tokens: int  # tokens of the dialogue up to and including the question
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    finish_reason: str = "cancelled"
+    finish_reason: str = "cancelled"  # ``stop``, ``length``, or ``cancelled`` if interrupted
     stats: Stats = field(default_factory=Stats)
+    # first_s, seconds: until the first step's tokens (after reading the prompt), and in total
     first_s: float = 0.0
     seconds: float = 0.0
-    num_cached_tokens: int = 0
+    num_cached_tokens: int = 0  # those of them that were not read again
 
     def record(self) -> dict[str, Any]:
         """Return the JSON object that ``chat --json`` prints."""
@@ -149,9 +137,6 @@ class Dialogue:
 
         Args:
             draft: see ``loading.load_drafter``.
-
-        Raises:
-            CheckpointError, ConfigError, TokenizerError: the draft does not exist or fit; nothing is changed.
         """
         if draft not in self._lms:
             lm = self.lm
@@ -168,11 +153,6 @@ class Dialogue:
 
         An interrupt, from the keyboard or raised by ``show``, keeps the partial answer in the dialogue; if there is
         none, the question is dropped too.
-
-        Raises:
-            PromptError: the question is empty, or the dialogue exceeds the target's context.
-            TokenizerError: the chat template rejects the messages.
-            NumericsError: the target's logits are not finite.
         """
         message = {"role": "user", "content": check_text(question)}
         if not question.strip():
@@ -222,11 +202,7 @@ class Dialogue:
         return engine if engine.room_for(num_prompt_tokens) >= room else None
 
     def retry(self, show: Callable[[AnswerStep], None] = lambda step: None) -> Answer:
-        """Answer the last question again, replacing its answer.
-
-        Raises:
-            PromptError: there is no question yet; and as ``ask``.
-        """
+        """Answer the last question again, replacing its answer."""
         if not self.answers:
             raise PromptError("there is no question to ask again: ask one")
         before = self.turns, self.answers

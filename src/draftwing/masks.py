@@ -26,19 +26,13 @@ from draftwing.tree import PAD, DraftTree
 
 @dataclass(frozen=True)
 class _MaskedRow:
-    """A row that forbids something.
-
-    Attributes:
-        end_tokens: end the request.
-        allow_all: the mask of a row without a constraint.
-        allow_no_end: the same before ``min_tokens``.
-    """
+    """A row that forbids something."""
 
     row: int
     request: Request
-    end_tokens: tuple[int, ...]
-    allow_all: np.ndarray
-    allow_no_end: np.ndarray
+    end_tokens: tuple[int, ...]  # end the request
+    allow_all: np.ndarray  # the mask of a row without a constraint
+    allow_no_end: np.ndarray  # the same before ``min_tokens``
 
     @property
     def is_free(self) -> bool:

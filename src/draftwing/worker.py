@@ -26,19 +26,12 @@ _CLOSED = "the server is shutting down and accepts no new requests: use another 
 
 @dataclass(frozen=True)
 class Part:
-    """The output of one step, or of several merged ones, for a request.
+    """The output of one step, or of several merged ones, for a request."""
 
-    Attributes:
-        row: the request's share of the step; if merged, with all texts, tokens and log-probabilities.
-        step: the step, if the ticket keeps steps and this is a single one.
-        place: the index of ``row`` among the step's rows.
-        at: ``time.monotonic`` after the (last) step.
-    """
-
-    row: RowStep
-    step: Step | None = None
-    place: int = 0
-    at: float = 0.0
+    row: RowStep  # the request's share of the step; if merged, with all texts, tokens and log-probabilities
+    step: Step | None = None  # the step, if the ticket keeps steps and this is a single one
+    place: int = 0  # the index of ``row`` among the step's rows
+    at: float = 0.0  # ``time.monotonic`` after the (last) step
 
 
 class Ticket:

@@ -22,7 +22,7 @@ class PlannerConfig:
     warmup_steps: int = 2  # baseline steps before the first draft: the first step finds cold caches
     first_interval: int = 16  # steps between probes, doubled after each probe up to
     last_interval: int = 256  # this: a probe that loses the time of one step then costs 0.4%
-    max_slowdown: float = 1.3  # cap of a step's time, as a multiple of the expected one: other processes interrupt some
+    max_slowdown: float = 2.0  # cap of a step's time, in average steps of its arm: other processes interrupt some
 
     # Acceptance and trees
     acceptance_decay: float = 0.998  # share of the past that an observation keeps: about 500 nodes
@@ -31,10 +31,11 @@ class PlannerConfig:
     )
     learn_every: int = 8  # drafted steps between updates of the growth rule, each of which takes 0.2 ms
     tree: Budget = TREE  # largest tree: one node less than the largest measured forward
-    # Variance of a drafted step's duration (.1 baseline steps, squared) relative to those of typical costs: a tree of any
-    # size may take .05 more, and larger ones twice as much, as with 4-bit weights.
+    # Variance of a drafted step's duration (.1 baseline steps, squared) relative to those of typical costs: a tree of
+    # any size may take .05 more, and larger ones twice as much, as with 4-bit weights.
     start_prior: float = 4.0
     scale_prior: float = 0.01
+    max_surprise: float = 1.3  # cap of a drafted step's time, in predicted ones, where a few steps change predictions
 
     # Measurements
     nodes: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 16, 32, 64)  # nodes of target forwards: most trees are small

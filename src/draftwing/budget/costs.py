@@ -173,7 +173,7 @@ class Correction:
 
     def add(self, predicted: float, observed: float) -> None:
         """Learn from a step."""
-        observed = min(observed, CONFIG.max_slowdown * (1 + self(predicted)) - 1)  # other processes interrupt some
+        observed = min(observed, CONFIG.max_surprise * (1 + self(predicted)) - 1)  # other processes interrupt some
         keep, error = CONFIG.decay, observed - predicted
         self._n, self._x, self._xx = keep * self._n + 1, keep * self._x + predicted, keep * self._xx + predicted**2
         self._r, self._xr = keep * self._r + error, keep * self._xr + predicted * error

@@ -89,11 +89,7 @@ class _Lines:
                 readline.parse_and_bind("set enable-bracketed-paste on")
 
     def complete(self, choices: Callable[[str], Sequence[str]]) -> None:
-        """Let the Tab key complete lines.
-
-        Args:
-            choices: returns the lines that one may mean.
-        """
+        """Let the Tab key complete lines by ``choices``, which returns the lines that one may mean."""
         with suppress(ImportError):
             import readline
 
@@ -127,12 +123,7 @@ class _Lines:
 
 
 class _Conversation:
-    """Answers questions and runs commands, a line at a time.
-
-    Args:
-        drafts: names for ``/draft``, besides folders and hub ids.
-        as_json: print answers and statistics as one JSON object per line.
-    """
+    """Answers questions and runs commands, a line at a time; ``drafts`` are names for ``/draft``."""
 
     def __init__(self, dialogue: Dialogue, drafts: list[str], *, as_json: bool) -> None:
         self._dialogue, self._as_json, self._drafts = dialogue, as_json, drafts
@@ -154,11 +145,7 @@ class _Conversation:
         }
 
     def run(self, lines: _Lines) -> None:
-        """Continue until the end of the lines, ``/quit``, or a second Ctrl-C in a row.
-
-        Raises:
-            DraftwingError: the first error in lines that are not typed.
-        """
+        """Continue until the end of the lines, ``/quit``, or a second Ctrl-C in a row."""
         self._are_typed, note = lines.are_typed, self._screen.note
         if self._are_typed and not self._as_json:
             name, draft = self._dialogue.lm.target.name, _label(self._dialogue.draft)

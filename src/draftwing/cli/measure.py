@@ -167,7 +167,7 @@ def verify(
     with progress("verifying") as on_progress:
         verification = run(lm, sampling.put_all(prompts, lm), checked, on_progress=on_progress)
     if as_json:
-        screen.print_json(verification.to_dict())
+        screen.print_json(asdict(verification))
     else:
         _print_verification(verification, lm)
     if any(not (allow_ties and difference.is_tie) for difference in verification.differences):

@@ -224,7 +224,7 @@ class Model:
     dtype: str = option("float32", "float32, bfloat16, float16, float64, or auto: the checkpoint's.")
     quantize: str | None = option(
         None,
-        "int8 or q4 (4 bits): a quarter or a sixth of the memory, and faster on a CPU. The output is the quantized model's.",
+        "int8 or q4 (4 bits): a quarter or a sixth of the memory, faster on CPUs. The output is the quantized model's.",
     )
     arithmetic: str | None = option(
         None, "Products with a GGUF file's blocks: int8, or float32 (slower). [default: int8]", expert=True
@@ -237,7 +237,6 @@ class Model:
         return self.target or default_model()
 
     def load(self, draft: str | None, drafting: Drafting | None = None) -> LM:
-        """Load the target with one draft."""
         from draftwing.loading import load
 
         return load(**vars(self), draft=draft, **(drafting or Drafting()).for_lm())

@@ -23,11 +23,9 @@ EVERY = 30.0  # seconds between two lines in a file or pipe
 def progress(
     title: str, detail: Callable[[], str] = str, *, resumes: bool = False
 ) -> Iterator[Callable[[int, int], None]]:
-    """Show progress on stderr; yields a function to call with (done, total).
+    """Show progress on stderr; yields a function to call with (done, total). ``detail`` returns further text.
 
-    Args:
-        detail: returns further text.
-        resumes: the first call reports earlier runs' work, which is left out of the estimate of the time left.
+    If ``resumes``, the first call reports earlier runs' work, which is left out of the estimate of the time left.
     """
     console = new_console(stderr=True)
     if not console.is_terminal:

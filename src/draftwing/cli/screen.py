@@ -187,11 +187,7 @@ def text_of(steps: Iterable[AnswerStep]) -> Text:
 
 
 class Screen:
-    """Output of ``generate`` and ``chat``: text on stdout, everything else on stderr unless stdout is a terminal.
-
-    Attributes:
-        info: the console for everything else.
-    """
+    """Output of ``generate`` and ``chat``: text on stdout, the rest (``info``) on stderr if stdout is no terminal."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._out = console or new_console()

@@ -109,7 +109,6 @@ def train(
     - `draftwing train eagle3 --cache features --minutes 60 -o head`
     - `draftwing train causal-lm --data chats.jsonl --init-from small-model --objective rkl --minutes 60 -o draft`
     """
-    from draftwing.train.curves import draw_curves
     from draftwing.train.options import TrainOptions
     from draftwing.train.session import RunFiles, prepare
 
@@ -141,8 +140,6 @@ def train(
 
 def _run(session: Session, out: Path | None) -> Progress:
     """Train until the end or a signal, and log to TensorBoard in ``out``."""
-    from draftwing.train.curves import TensorBoardLog
-
     with ExitStack() as stack:
         listeners = [stack.enter_context(progress.training())]
         stack.enter_context(_stop_on_signals(session.trainer))
@@ -173,6 +170,54 @@ def _stop_on_signals(trainer: Trainer) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class TensorBoardLog:
+    """Writes the metrics of a ``Trainer`` into ``out/tensorboard``."""
+
+    def __init__(self, out: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(out / "tensorboard"))
+
+    def __call__(self, step: Progress) -> None:
+        for name, value in step.metrics.items():
+            tags = {f"{name}/{i}": x for i, x in enumerate(value)} if isinstance(value, list) else {name: value}
+            for tag, number in tags.items():
+                if tag != "iteration":
+                    self._writer.add_scalar(tag, number, step.iteration)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def draw_curves(out: Path) -> Path:
+    """Write ``out/curves.png``: loss, agreement of each unrolled step, and tau on the validation prompts."""
+    from matplotlib.figure import Figure
+
+    from draftwing.train.trainer import read_metrics
+
+    metrics, figure = read_metrics(out), Figure(figsize=(13, 3.6), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+
+    def points(name: str) -> tuple[list[int], list[Any]]:
+        return [line["iteration"] for line in metrics if name in line], [line[name] for line in metrics if name in line]
+
+    left.plot(*points("loss"), lw=0.6, alpha=0.6, label="training")
+    left.plot(*points("val_loss"), "o-", label="validation")
+    left.set(title="loss", xlabel="iteration")
+    left.legend()
+    iterations, agreement = points("agreement")
+    for step, values in enumerate(zip(*agreement, strict=True)):
+        middle.plot(iterations, values, label=f"step {step}")
+    middle.set(title="greedy agreement with the target (training)", xlabel="iteration", ylim=(0, 1))
+    if agreement:
+        middle.legend()
+    right.plot(*points("tau"), "o-")
+    right.set(title="tau, greedy, validation prompts (chain)", xlabel="iteration")
+    file = out / "curves.png"
+    figure.savefig(file, dpi=110)
+    return file
 
 
 def _collect_statistics(session: Session, num_prompts: int) -> None:
@@ -292,7 +337,7 @@ def export(
 
     - `draftwing export my-head/head --to vllm --target path/or/hub-id -o my-head-vllm`
     """
-    from draftwing.formats.convert import SERVED_BY, serve_command
+    from draftwing.formats.write import SERVED_BY, serve_command
     from draftwing.methods.registry import convert as run
     from draftwing.models.resolve import fetch
 

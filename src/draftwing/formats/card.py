@@ -41,23 +41,14 @@ Facts = Mapping[str, Any]
 
 
 def write_card(folder: Path, layout: str = "draftwing", serve: str = "", *, seconds: float | None = None) -> None:
-    """Write the card of the head in ``folder``, unless it has a card that Draftwing did not write.
-
-    Args:
-        layout: of the head.
-        serve: the command that serves it, if an engine reads this layout.
-        seconds: training time, if the head's config lacks it.
-
-    Raises:
-        CheckpointError, ConfigError: no head in the folder, or the card cannot be written.
-    """
+    """Write the card (see ``render_card``) of the head in ``folder``, unless it has one by another author."""
     file = Path(folder) / _FILE
     if _is_ours(file):
         write_text(file, render_card(Path(folder), layout, serve, seconds=seconds))
 
 
 def copy_card(source: Path, destination: Path, layout: str, serve: str = "") -> None:
-    """Write the card of a converted head, or copy its author's own, licence included. Raises as ``write_card``."""
+    """Write the card of a converted head, or copy its author's own, licence included."""
     card, copy = Path(source) / _FILE, Path(destination) / _FILE
     if _is_ours(card) or not _is_ours(copy):
         write_card(destination, layout, serve)
@@ -88,8 +79,9 @@ def render_card(folder: Path, layout: str = "draftwing", serve: str = "", *, sec
     Unknown facts are left out. Apart from what training writes, ``training`` may have ``seconds``, ``licence`` (an
     SPDX identifier) and ``results``: measurements by set of prompts, ``{"MT-bench": {"tau": 2.4}}``.
 
-    Raises:
-        CheckpointError, ConfigError: no head in the folder.
+    Args:
+        serve: the command that serves the head, if an engine reads this layout.
+        seconds: training time, if the head's config lacks it.
     """
     config = read_config(folder)
     block = _object(config.get("draftwing"))
@@ -233,11 +225,7 @@ def line_of(record: Mapping[str, Any]) -> str | None:
 
 
 def write_stored(folder: Path, lines: Sequence[str]) -> None:
-    """Replace the prompts in a head's folder by lines of ``line_of``; an empty list removes the file.
-
-    Raises:
-        CheckpointError: the folder cannot be written.
-    """
+    """Replace the prompts in a head's folder by lines of ``line_of``; an empty list removes the file."""
     file = Path(folder) / _PROMPTS
     if lines:
         write_text(file, "".join(f"{line}\n" for line in lines))
@@ -246,19 +234,11 @@ def write_stored(folder: Path, lines: Sequence[str]) -> None:
 
 
 def read_stored(folder: Path) -> list[Prompt]:
-    """Return the prompts in a head's folder; none if there is no such file.
-
-    Raises:
-        CheckpointError, PromptError: the file cannot be read.
-    """
+    """Return the prompts in a head's folder; none if there is no such file."""
     file = Path(folder) / _PROMPTS
     return read_prompts(file) if file.exists() else []
 
 
 def copy_stored(source: Path, destination: Path) -> None:
-    """Replace the prompts in one head's folder by those of another.
-
-    Raises:
-        CheckpointError: the destination cannot be written.
-    """
+    """Replace the prompts in one head's folder by those of another."""
     _copy(Path(source) / _PROMPTS, Path(destination) / _PROMPTS)

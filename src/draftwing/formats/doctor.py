@@ -121,13 +121,9 @@ class _Case:
 
 
 def diagnose(head_folder: Path, target_folder: Path | None = None) -> list[Finding]:
-    """Run all checks on a head in any layout. A head that cannot be read raises nothing: that is a finding.
+    """Run all checks on a head in any layout; without its target, half of them are ``unknown``.
 
-    Args:
-        target_folder: the head's target; without it half of the checks are ``unknown``.
-
-    Raises:
-        CheckpointError, ConfigError, TokenizerError: the target's folder cannot be read.
+    A head that cannot be read raises nothing: that is a finding.
     """
     target = None
     if target_folder is not None:

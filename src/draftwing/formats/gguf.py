@@ -58,10 +58,9 @@ def shortest_decimal(value: float) -> float:
 
 
 class Metadata:
-    """The key-value pairs of a file.
+    """The key-value pairs of a file: ints, floats, bools, ``bytes`` (a string), numpy arrays or ``StringArray``.
 
-    Values are ints, floats, bools, ``bytes`` (a string), numpy arrays (numbers) or ``StringArray``. All look-ups raise
-    ConfigError for a value of another type, and for a missing key without a default.
+    All look-ups raise ConfigError for a value of another type, and for a missing key without a default.
     """
 
     def __init__(self, pairs: dict[str, Any], where: str) -> None:
@@ -83,11 +82,7 @@ class Metadata:
         return ConfigError(f"{self.where}: metadata `{key}` must be {expected}, found {found}. {ADVICE}")
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = 0, maximum: int = 2**31 - 1) -> int:
-        """Return an integer in a range; an array with one for each layer must hold the same for all.
-
-        Raises:
-            UnsupportedError: layers differ.
-        """
+        """Return an integer in a range; an array with one for each layer must hold the same for all."""
         value = self._get(key, default)
         if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.size:
             if (value != value[0]).any():
@@ -157,13 +152,7 @@ class TensorInfo:
 
 
 class GgufFile:
-    """An open GGUF model: one file, or all files of a split one.
-
-    Attributes:
-        path: the (first) file; ``paths`` are all files, and ``maps`` the same in memory.
-        metadata: of the first file.
-        tensors: by name.
-    """
+    """An open GGUF model: one file, or all files (``paths``, in memory ``maps``) of a split one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -217,12 +206,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def open_file(path: Path) -> GgufFile:
-    """Map a GGUF file and read its header; if it is the first part of a split model, all parts.
-
-    Raises:
-        CheckpointError: no such file, not a GGUF file, truncated or damaged, or a part is missing.
-        UnsupportedError: an unknown version or tensor format.
-    """
+    """Map a GGUF file and read its header; if it is the first part of a split model, all parts."""
     with ExitStack() as on_error:
         file = on_error.enter_context(closing(GgufFile(path)))
         count = file.metadata.integer("split.count", 0, maximum=10000)

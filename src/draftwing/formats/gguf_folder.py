@@ -23,7 +23,7 @@ import numpy as np
 
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
 from draftwing.formats.gguf import GgufFile, is_gguf, open_file, shortest_decimal
-from draftwing.formats.gguf_tokenizer import NO_TOKEN, end_ids, tokenizer_config, tokenizer_json
+from draftwing.formats.gguf_tokenizer import end_ids, special_id, tokenizer_config, tokenizer_json
 from draftwing.models.config import ModelConfig
 from draftwing.storage import private_folder
 
@@ -38,13 +38,7 @@ _temporary: dict[str, Path] = {}  # folders by name, used if the cache cannot be
 
 
 def open_gguf(path: Path) -> Path:
-    """Return the model folder of a GGUF file; write it first if it is missing.
-
-    Raises:
-        CheckpointError: no such file, not a GGUF file, truncated or damaged.
-        ConfigError, UnsupportedError: metadata that is missing, invalid or not supported.
-        TokenizerError: no tokenizer, or one that cannot be read.
-    """
+    """Return the model folder of a GGUF file; write it first if it is missing."""
     path = Path(path).expanduser().absolute()  # links are kept: parts of a split model lie next to the link
     name = _folder_name(path)
     try:
@@ -72,7 +66,7 @@ def link_of(folder: Path) -> Path | None:
 
 
 def folder_files(file: GgufFile) -> dict[str, str]:
-    """Return the contents of a model folder's files by name. Raises as ``open_gguf``."""
+    """Return the contents of a model folder's files by name."""
     config = _config(file)
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config[key] is not None}
     return {
@@ -148,12 +142,6 @@ def _is_complete(folder: Path, path: Path) -> bool:
 
 
 def get_architecture(file: GgufFile) -> str:
-    """Return ``general.architecture``.
-
-    Raises:
-        UnsupportedError: an architecture that is not supported, or the file holds no model.
-        ConfigError: the key is missing.
-    """
     where, kind = file.metadata.where, file.metadata.text("general.type", "model")
     if kind != "model":
         raise UnsupportedError(f"{where}: this file holds a model's \"{kind:.40}\" only. Give the model's own file.")
@@ -241,9 +229,9 @@ def _config(file: GgufFile) -> dict[str, Any]:
     config |= _rope(file, architecture, head_dim, positions)
     ends = end_ids(data)
     config |= {
-        "bos_token_id": _token_id(file, "bos"),
+        "bos_token_id": special_id(data, "bos"),
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
-        "pad_token_id": _token_id(file, "padding"),
+        "pad_token_id": special_id(data, "padding"),
     }
     # The format of most weights; float32 for blocks, whose numbers need all of it.
     dtypes: Counter[str] = Counter()
@@ -252,12 +240,6 @@ def _config(file: GgufFile) -> dict[str, Any]:
     config["dtype"] = dtypes.most_common(1)[0][0]
     ModelConfig.from_hf(config, data.where)  # refuses invalid values, naming the file
     return config
-
-
-def _token_id(file: GgufFile, name: str) -> int | None:
-    key = f"tokenizer.ggml.{name}_token_id"
-    token = file.metadata.integer(key, NO_TOKEN, maximum=NO_TOKEN)
-    return None if token == NO_TOKEN else token
 
 
 def _rope(file: GgufFile, architecture: str, head_dim: int, positions: int) -> dict[str, Any]:

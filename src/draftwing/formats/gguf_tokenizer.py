@@ -130,7 +130,8 @@ def _read_tokens(data: Metadata) -> dict[str, int]:
     return ids
 
 
-def _special_id(data: Metadata, name: str, count: int) -> int | None:
+def special_id(data: Metadata, name: str, count: int = NO_TOKEN) -> int | None:
+    """Return the id of the token with this role, below ``count``; None if there is none."""
     key = f"{_KEY}{name}_token_id"
     token = data.integer(key, NO_TOKEN, maximum=NO_TOKEN)
     if token == NO_TOKEN:
@@ -141,25 +142,15 @@ def _special_id(data: Metadata, name: str, count: int) -> int | None:
 
 
 def end_ids(data: Metadata) -> list[int]:
-    """Return the ids of the tokens that end a text: those that the file names, then those with a usual name.
-
-    Raises:
-        TokenizerError: no tokens, two equal ones, or an id beyond them.
-        ConfigError: metadata of another type.
-    """
+    """Return the ids of the tokens that end a text: those that the file names, then those with a usual name."""
     ids = _read_tokens(data)
-    ends = [_special_id(data, name, len(ids)) for name in ("eos", "eot", "eom")]
+    ends = [special_id(data, name, len(ids)) for name in ("eos", "eot", "eom")]
     ends += [ids.get(token) for token in _END_TOKENS]
     return list(dict.fromkeys(token for token in ends if token is not None))
 
 
 def tokenizer_json(data: Metadata, size: int) -> str:
-    """Return the text of ``tokenizer.json`` for a model with ``size`` embeddings.
-
-    Raises:
-        TokenizerError: no tokenizer, one of another kind, or one whose parts do not fit.
-        ConfigError: metadata of another type.
-    """
+    """Return the text of ``tokenizer.json`` for a model with ``size`` embeddings."""
     ids = _read_tokens(data)
     if len(ids) > size:
         raise TokenizerError(f"{data.where}: {len(ids)} tokens for {size} embeddings. {ADVICE}")
@@ -180,7 +171,7 @@ def tokenizer_json(data: Metadata, size: int) -> str:
 
 
 def tokenizer_config(data: Metadata, positions: int) -> dict[str, Any]:
-    """Return ``tokenizer_config.json``: special tokens and the chat template. Raises as ``tokenizer_json``."""
+    """Return ``tokenizer_config.json``: special tokens and the chat template."""
     tokens = list(_read_tokens(data))
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -188,7 +179,7 @@ def tokenizer_config(data: Metadata, positions: int) -> dict[str, Any]:
         "model_max_length": positions,
     }
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        token = _special_id(data, key, len(tokens))
+        token = special_id(data, key, len(tokens))
         if token is not None:
             config[f"{name}_token"] = tokens[token]
     if "tokenizer.chat_template" in data:
@@ -240,7 +231,7 @@ def _sentence_piece(data: Metadata, ids: dict[str, int]) -> Any:
             if left is not None and right is not None:
                 ranked.append((-score, left, right))
     merges = [(tokens[left], tokens[right]) for _, left, right in sorted(ranked)]
-    unknown = _special_id(data, "unknown", len(tokens))
+    unknown = special_id(data, "unknown", len(tokens))
     unknown_token = None if unknown is None else tokens[unknown]
     tokenizer = Tokenizer(
         models.BPE(vocab=ids, merges=merges, unk_token=unknown_token, fuse_unk=True, byte_fallback=True)
@@ -276,7 +267,7 @@ def _add_special_tokens(tokenizer: Any, data: Metadata, ids: dict[str, int]) -> 
     add_bos = data.text(f"{_KEY}model") == "llama" or bool(split and get_split(split, data.where).add_bos)
     around: dict[str, list[str]] = {}
     for side, default in (("bos", add_bos), ("eos", False)):
-        token_id = _special_id(data, side, len(tokens)) if data.flag(f"{_KEY}add_{side}_token", default) else None
+        token_id = special_id(data, side, len(tokens)) if data.flag(f"{_KEY}add_{side}_token", default) else None
         around[side] = [] if token_id is None else [tokens[token_id]]
     first, last = around["bos"], around["eos"]
     if first or last:

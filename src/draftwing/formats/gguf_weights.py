@@ -73,14 +73,11 @@ _EXPERT_PART = re.compile(r"ffn_(gate|up|down)(_exps)?")
 
 @dataclass(frozen=True)
 class _TensorPlace:
-    """The source of a checkpoint's tensor: ``tensor`` of the file, or one ``expert`` of it.
-
-    ``heads``: the number of heads if the rows are queries or keys with adjacent RoPE pairs; 0 if they are in order.
-    """
+    """The source of a checkpoint's tensor: ``tensor`` of the file, or one ``expert`` of it."""
 
     tensor: str
     expert: int | None
-    heads: int
+    heads: int  # number of heads if the rows are queries or keys with adjacent RoPE pairs; 0 if they are in order
 
 
 def _find_places(file: GgufFile) -> dict[str, _TensorPlace]:
@@ -132,11 +129,7 @@ def _checkpoint_name(tensor: str, architecture: str) -> tuple[str, bool]:
 
 
 def open_weights(folder: Path) -> Weights:
-    """Open the tensors of a model folder: safetensors, or the GGUF file that the folder was made from.
-
-    Raises:
-        CheckpointError, ConfigError, UnsupportedError: as ``WeightFiles`` and ``GgufWeights``, or the file is gone.
-    """
+    """Open the tensors of a model folder: safetensors, or the GGUF file that the folder was made from."""
     link = folder / LINK
     if not os.path.lexists(link):
         return WeightFiles(folder)
@@ -146,13 +139,9 @@ def open_weights(folder: Path) -> Weights:
 
 
 class GgufWeights(Weights):
-    """The tensors of a GGUF model, with the interface of ``WeightFiles``.
+    """The tensors of a GGUF model, with the interface of ``WeightFiles``; ``stored`` returns the file's own format.
 
-    The file is memory-mapped; opening reads only its header. ``stored`` returns matrices in the file's own format.
-
-    Raises:
-        CheckpointError: no such file, not a GGUF file, truncated or damaged.
-        ConfigError, UnsupportedError: a version, architecture or tensor format that is not supported.
+    The file is memory-mapped; opening reads only its header.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -178,12 +167,7 @@ class GgufWeights(Weights):
         return info.shape[1:] if place.expert is not None else info.shape
 
     def get(self, name: str, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Read a tensor onto the CPU, blocks expanded: to float32 if no dtype is given.
-
-        Raises:
-            CheckpointError: no such tensor, another shape, or integers.
-            UnsupportedError: a format that cannot be expanded.
-        """
+        """Read a tensor onto the CPU, blocks expanded: to float32 if no dtype is given."""
         stored_shape, info = self._check(name, shape)
         rows = self._rows(name)
         if dtype is not None and not dtype.is_floating_point:
@@ -194,7 +178,7 @@ class GgufWeights(Weights):
         return self._expand(name, rows, dtype or torch.float32).reshape(stored_shape)
 
     def stored(self, name: str, shape: tuple[int, ...] | None = None) -> Stored:
-        """Return a matrix in the file's format, or in float32 if the kernel does not know it. Raises as ``get``."""
+        """Return a matrix in the file's format, or in float32 if the kernel does not know it."""
         stored_shape, info = self._check(name, shape)
         if len(stored_shape) != 2:
             raise CheckpointError(
@@ -208,7 +192,7 @@ class GgufWeights(Weights):
         return Stored("float32", stored_shape[1], self._expand(name, rows, torch.float32), was=info.kind)
 
     def pieces(self, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Yield a tensor some rows at a time, to write it elsewhere in little memory. Raises as ``get``."""
+        """Yield a tensor some rows at a time, to write it elsewhere in little memory."""
         _, info = self._check(name, None)
         for piece in self._pieces(name, self._rows(name)):
             yield piece.to(dtype)
@@ -314,20 +298,12 @@ def import_gguf(
 ) -> ImportResult:
     """Write a GGUF file as a Hugging Face folder, for programs that do not read GGUF.
 
-    float32 holds exactly what blocks stand for; the 16-bit types round it. Matrices are expanded and written piece by
-    piece, so that memory stays bounded; the folder appears when it is complete.
+    float32 holds exactly what blocks stand for; bfloat16 and float16 round it. Matrices are expanded and written piece
+    by piece, so that memory stays bounded; the folder, new or empty, appears when it is complete.
 
     Args:
-        path: the file.
-        out: a folder that is new or empty.
-        dtype: float32, bfloat16 or float16.
         on_progress: called with (bytes written, all bytes).
         shard_bytes: approximate limit of a weight file.
-
-    Raises:
-        CheckpointError: not a GGUF file, a damaged one, a folder that is not empty, a full disk, or numbers that
-            float16 cannot hold.
-        ConfigError, UnsupportedError, TokenizerError: as ``open_gguf``.
     """
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype {dtype!r:.40} is not supported: choose {', '.join(_DTYPES)}")

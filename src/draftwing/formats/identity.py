@@ -44,12 +44,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def target_id_of_folder(folder: Path, name: str | None = None) -> TargetId:
-    """Return the identity of a model folder, from its config and its tokenizer (if any); no weights are read.
-
-    Raises:
-        CheckpointError, ConfigError: no such folder, or a config without one of the sizes.
-        TokenizerError: it has a tokenizer that cannot be read.
-    """
+    """Return the identity of a model folder, from its config and its tokenizer (if any); no weights are read."""
     folder = Path(folder)
     config = text_config(read_config(folder))
     sizes = {}
@@ -69,9 +64,6 @@ def head_id(folder: Path) -> str:
     """Return a fingerprint of a head's config and weights, 16 hexadecimal digits, independent of the folder's place.
 
     Of a large weight file evenly spaced blocks are read, including its start (which lists the tensors) and its end.
-
-    Raises:
-        CheckpointError: no such folder, no weights in it, or files that cannot be read.
     """
     folder, digest = Path(folder), hashlib.sha256()
     try:
@@ -81,24 +73,26 @@ def head_id(folder: Path) -> str:
         for path in (folder / "config.json", *weights):
             size = path.stat().st_size
             digest.update(f"{path.name} {size} ".encode())
-            with path.open("rb") as file:
-                if size <= _WHOLE:
-                    digest.update(file.read())
-                else:
-                    for number in range(_SAMPLES):
-                        file.seek(number * (size - _BLOCK) // (_SAMPLES - 1))
-                        digest.update(file.read(_BLOCK))
+            if size <= _WHOLE:
+                digest.update(path.read_bytes())
+            else:
+                hash_blocks(path, _SAMPLES, digest)
     except OSError as error:
         raise CheckpointError(f"{folder}: the head cannot be read ({error}): give a head's folder") from error
     return digest.hexdigest()[:16]
 
 
-def made_for(folder: Path) -> TargetId | None:
-    """Return the target named in a head's config, or None; nothing else of the head is read.
+def hash_blocks(path: Path, count: int, digest: Any) -> None:
+    """Add evenly spaced blocks of a file to a digest, from its start to its end."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        for number in range(count):
+            file.seek(max(size - _BLOCK, 0) * number // (count - 1))
+            digest.update(file.read(_BLOCK))
 
-    Raises:
-        CheckpointError: no such folder, or a config that cannot be read.
-    """
+
+def made_for(folder: Path) -> TargetId | None:
+    """Return the target named in a head's config, or None; nothing else of the head is read."""
     block = read_config(folder).get("draftwing")
     target = block.get("target") if isinstance(block, dict) else None
     try:
@@ -131,11 +125,7 @@ def check_same_target(made_for: TargetId | None, target: TargetId | None, where:
 
 
 def chat_template_hash(folder: Path) -> str:
-    """Return a fingerprint of a folder's chat template, 16 hexadecimal digits; empty if it has none.
-
-    Raises:
-        CheckpointError: a file that cannot be read.
-    """
+    """Return a fingerprint of a folder's chat template, 16 hexadecimal digits; empty if it has none."""
     folder = Path(folder)
     template: Any = None
     try:

@@ -3,7 +3,7 @@
     config.json         {"draftwing": {"format": 1, "kind": ..., "config": {...}, "training": {...}}}
     model.safetensors   the net's tensors, and ``draft_ids`` if it has a draft vocabulary
 
-EAGLE heads have layouts that other projects share (``layouts``).
+EAGLE heads have layouts that other projects share (``formats.write``).
 """
 
 from __future__ import annotations
@@ -52,11 +52,7 @@ class PlainHead:
 
 
 def save_plain(folder: Path, head: PlainHead) -> None:
-    """Write a head; an older one in the folder is replaced, whole or not at all.
-
-    Raises:
-        CheckpointError: the folder cannot be written, or holds another model.
-    """
+    """Write a head; an older one in the folder is replaced, whole or not at all."""
     ids = {} if head.target_ids is None else {DRAFT_IDS: head.target_ids}
     write_folder(Path(folder), {"draftwing": own_block(head)}, {**head.tensors, **ids})
 
@@ -72,17 +68,7 @@ def own_block(head: PlainHead) -> dict[str, Any]:
 
 
 def load_plain(folder: Path, kind: str, config_type: type, tensors: Mapping[str, Tensor] | None = None) -> PlainHead:
-    """Read a head, without its target.
-
-    Args:
-        kind: the expected kind.
-        config_type: of its net's config.
-        tensors: by this layout's names, if they are stored under other names.
-
-    Raises:
-        CheckpointError: another kind of head, or weights that are missing, damaged or not finite.
-        ConfigError: a config that does not fit ``config_type``.
-    """
+    """Read a head of a kind, without its target; ``tensors`` if they are stored under other names than here."""
     folder = Path(folder)
     block, where = read_config(folder).get("draftwing"), f"{folder / 'config.json'}: draftwing"
     stored_kind = block.get("kind") if isinstance(block, dict) else None
@@ -107,11 +93,7 @@ def load_plain(folder: Path, kind: str, config_type: type, tensors: Mapping[str,
 
 
 def diagnose_plain(folder: Path, target: Path | None, kind: str, config_type: type) -> list[Finding]:
-    """Check that a head can be read and belongs to the target in the folder ``target``, for ``draftwing doctor``.
-
-    Raises:
-        CheckpointError, ConfigError, TokenizerError: the target's folder cannot be read.
-    """
+    """Check that a head can be read and belongs to the target in the folder ``target``, for ``draftwing doctor``."""
     target_id = None if target is None else target_id_of_folder(target)
     try:
         head = load_plain(folder, kind, config_type)

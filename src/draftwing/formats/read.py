@@ -79,16 +79,7 @@ class Head:
         return self.tensors["fc.weight"].dtype
 
     def for_target(self, target: TargetId | None, taps: tuple[int, ...] | None, where: str) -> Head:
-        """Return this head with its target known, and its taps if they follow from that.
-
-        Args:
-            target: the target to run with; None if it is unknown.
-            taps: replace those of the folder.
-
-        Raises:
-            CheckpointError: it was made for another target, or for another number of taps.
-            UnsupportedError: it reads a state of the target that Draftwing does not tap.
-        """
+        """Return this head for ``target`` (None: unknown) with ``taps``, its own taps, or the target's usual ones."""
         config, num_taps = self.config, len(self.config.taps)
         check_same_target(config.target or TargetId("", config.feature_size, 0, config.vocab_size), target, where)
         target = config.target or target
@@ -155,10 +146,7 @@ def is_head(config: Mapping[str, Any], folder: Path | None = None) -> bool:
 
 
 def eagle_version(config: Mapping[str, Any], folder: Path) -> int | None:
-    """Return 1 or 3 if a folder looks like an EAGLE head's, by its config or its tensors' names; None for others.
-
-    Nothing is checked: ``load_head`` reports if config and tensors differ.
-    """
+    """Return 1 or 3 if a folder looks like an EAGLE head's, by config or tensor names, unchecked; None for others."""
     block = config.get("draftwing")
     if (isinstance(block, dict) and "kind" in block) or not is_head(config, folder):
         return None
@@ -189,7 +177,7 @@ def read_head(
     *,
     taps: tuple[int, ...] | None = None,
 ) -> EagleNet:
-    """Load a head in any layout as a net, ready for a target.
+    """Load a head in any layout as a net, ready for a target. Warns if something had to be guessed or fixed.
 
     An embedding in the head's file that is not the target's replaces it: the head was trained with it.
 
@@ -197,16 +185,7 @@ def read_head(
         embedding: (V, H) the target's; the net goes to its device.
         target_head: the target's LM head, which EAGLE-1 reads.
         target: the target's identity; if given, the head must be made for it.
-        dtype: of the net's weights.
         taps: read these hidden states of the target instead of those that the folder names.
-
-    Raises:
-        CheckpointError: tensors missing, unknown, of other shapes or not finite, an impossible draft vocabulary,
-            or a head for another target.
-        ConfigError, UnsupportedError: an invalid config, or a kind of head that has no net here.
-
-    Warns:
-        DraftwingWarning: something had to be guessed or fixed; `draftwing doctor` explains more.
     """
     folder = Path(folder)
     head = load_head(folder).for_target(target, taps, str(folder))
@@ -243,10 +222,7 @@ def read_head(
 
 
 def same_matrix(copy: Tensor, original: Tensor) -> bool:
-    """Return True if two matrices are equal up to rounding to half precision.
-
-    True, too, if the original was prepacked and dropped, so that nothing is left to compare with.
-    """
+    """Return True if two matrices are equal up to half precision, or the original was prepacked and dropped."""
     if original.numel() == 0:
         return True
     return copy.shape == original.shape and torch.allclose(
@@ -255,7 +231,7 @@ def same_matrix(copy: Tensor, original: Tensor) -> bool:
 
 
 def load_head(folder: Path) -> Head:
-    """Read a head in any layout, as far as possible without its target. Raises as ``read_head``."""
+    """Read a head in any layout, as far as possible without its target."""
     folder = Path(folder)
     where = str(folder)
     settings = read_settings(read_config(folder), str(folder / "config.json"))
@@ -410,13 +386,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of a head as stored, on the CPU, from its safetensors or its ``pytorch_model.bin``.
-
-    A pickled file is read with ``weights_only``, which runs no code from it.
-
-    Raises:
-        CheckpointError: no weights, or weights that are truncated, corrupt, or pickled with more than tensors.
-    """
+    """Return all tensors of a head as stored, on the CPU; a pickled file is read without running code from it."""
     folder = Path(folder)
     if folder.is_dir() and weight_files(folder) == [PICKLED]:
         return read_pickled(folder / PICKLED)

@@ -98,6 +98,14 @@ def is_head_config(config: Mapping[str, Any]) -> bool | None:
     return None if isinstance(layers, int) and 1 <= layers <= _MAX_LAYERS else False
 
 
+def is_medusa(config: Mapping[str, Any]) -> bool:
+    """Return True if a ``config.json`` describes a Medusa head, in any layout."""
+    block = config.get("draftwing")
+    if isinstance(block, dict):
+        return block.get("kind") == "medusa"
+    return config.get("model_type") == "medusa" or "medusa_num_heads" in config
+
+
 def claimed_version(config: Mapping[str, Any]) -> int | None:
     """Return 1 or 3 by the class name in a config; None if it does not tell."""
     names = config.get("architectures")
@@ -108,12 +116,7 @@ def claimed_version(config: Mapping[str, Any]) -> int | None:
 
 
 def read_settings(config: Mapping[str, Any], where: str) -> HeadSettings:
-    """Flatten a head's config; ``where`` starts every error message.
-
-    Raises:
-        ConfigError: a value of the wrong type, or an impossible one.
-        UnsupportedError: a kind of head that has no net here.
-    """
+    """Flatten a head's config; ``where`` starts every error message."""
     top = _Reader(config, where)
     nested = top.inner("eagle_config")
     verifier = top.inner("speculators_config").inner("verifier").values.get("name_or_path")
@@ -166,12 +169,7 @@ def read_settings(config: Mapping[str, Any], where: str) -> HeadSettings:
 
 
 def eagle_config(settings: HeadSettings, version: int, num_taps: int, names: Names, where: str) -> EagleConfig:
-    """Return the net's shape, with ``num_taps`` unknown taps.
-
-    Raises:
-        ConfigError: a size is missing, or sizes do not fit together.
-        UnsupportedError: an activation or RoPE type that has no net here.
-    """
+    """Return the net's shape, with ``num_taps`` unknown taps."""
     shape = {key: settings.shape[key] for key in _SHAPE if settings.shape.get(key) is not None}
     activation = shape.get("hidden_act", "silu")
     if activation not in _ACTIVATIONS:

@@ -80,12 +80,7 @@ def version_of_names(names: Iterable[str]) -> int | None:
 def sort_names(names: Iterable[str], version: int, where: str, *, own_embedding: bool = False) -> Names:
     """Give every tensor EAGLE's name, and separate those of the net from the others.
 
-    Args:
-        own_embedding: the embedding in the file belongs to the net, and is not a copy of the target's.
-
-    Raises:
-        CheckpointError: two tensors with the same meaning.
-        UnsupportedError: a tensor of a kind of head that has no net here.
+    With ``own_embedding``, the embedding in the file belongs to the net, and is not a copy of the target's.
     """
     sorted_names = Names({}, {}, {}, {})
     groups = {"d2t": sorted_names.maps, "t2d": sorted_names.maps}
@@ -177,9 +172,6 @@ def read_draft_vocab(
 
     Returns:
         The target ids (V_draft,) ascending, or None for the whole vocabulary, and the contents of ``d2t``.
-
-    Raises:
-        CheckpointError: a map is missing, of another length or type, ambiguous, out of range, or the two disagree.
     """
     again = "take the head from its original place again"
     d2t = None if d2t is None else _check_map("d2t", d2t, draft_vocab_size, where)

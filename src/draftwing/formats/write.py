@@ -1,11 +1,31 @@
-"""Write a head into a folder, whole or not at all."""
+"""Write EAGLE heads in any layout, convert between layouts, and build the commands of the engines that serve them.
+
+    draftwing    ours: everything
+    eagle        read by SafeAILab's own code: plain EAGLE-1 and EAGLE-3 with the default taps
+    vllm         the same names; taps may be named, the residual may be the normed state, EAGLE-1's fc has no bias
+    sglang       the same names; taps counted as outputs, EAGLE-1 with its own class and an fc bias
+    speculators  vLLM's format: EAGLE-3 as ``layers.0``, with the target named in the config
+
+                      more layers      biases of q, k, v    its own embedding, another width than the target's
+    eagle             EAGLE-1          EAGLE-1              yes
+    vllm, speculators yes              yes, and o's         yes
+    sglang            EAGLE-1          EAGLE-1, and o's     no, it takes the target's
+
+As read in vLLM 0.32, SGLang 0.5.23, speculators 0.7 and EAGLE's own code. Every layout keeps the ``draftwing`` part of
+the config, which the others ignore, so that the way back loses nothing.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
+import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +33,257 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftwing.errors import CheckpointError
-from draftwing.formats.layouts import head_files
-from draftwing.formats.read import WEIGHTS, Head, checked_training, is_head, weight_files
-from draftwing.methods.eagle_net import EagleNet
+from draftwing.errors import CheckpointError, ConfigError, DraftwingWarning, UnsupportedError
+from draftwing.formats.card import copy_card, copy_stored
+from draftwing.formats.read import (
+    WEIGHTS,
+    Head,
+    checked_training,
+    find_version,
+    is_head,
+    load_head,
+    read_tensors,
+    weight_files,
+)
+from draftwing.formats.settings import FORMAT, TAP_IDS, is_medusa, read_settings
+from draftwing.formats.tensors import LM_HEAD, to_maps
+from draftwing.methods.eagle_net import EagleConfig, EagleNet
+from draftwing.methods.net import TargetId
 from draftwing.models.config import read_config
 from draftwing.storage import writing
 
+Config = dict[str, Any]
+
+_SPECULATORS_VERSION = "0.7.0"  # the version whose layout this is
+
+
+def head_files(head: Head, layout: str, depth: int = 5) -> tuple[Config, dict[str, Tensor]]:
+    """Return a head's ``config.json`` and tensors in a layout; a speculators config proposes ``depth`` tokens."""
+    if layout not in LAYOUTS:
+        raise ConfigError(f"unknown head layout {layout!r}: choose one of {', '.join(LAYOUTS)}")
+    if depth < 1:
+        raise ConfigError(f"a head must propose at least 1 token, found depth {depth}: give 1 or more")
+    obstacles = _special_features(head)
+    reason = next((obstacles[name] for name in LAYOUTS[layout] if name in obstacles), None)
+    if reason is not None:
+        raise UnsupportedError(
+            f"the {layout} layout cannot express {reason}: write it in another layout (`draftwing` takes everything), "
+            f"or train the head without it"
+        )
+    return _config(head, layout, depth), _tensors(head, layout)
+
+
+def _special_features(head: Head) -> dict[str, str]:
+    """Return the features of a head that not every layout can express, with their descriptions."""
+    config, rope, taps, target = head.config, head.config.rope, head.config.taps, head.config.target
+    is_eagle1, is_eagle3 = config.version == 1, config.version == 3
+    bias = head.tensors.get("fc.bias")
+    norms = [name for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(config, name)]
+    is_plain_rope = rope.type == "default" or (rope.type in ("linear", "dynamic") and rope.theta == 10000)
+    has_other_taps, width = not head.has_default_taps, config.head_dim * config.num_heads
+    named_taps = taps if is_eagle3 and head.knows_taps else ()
+    is_rising = all(low < high for low, high in pairwise(named_taps))
+    last = None if target is None else target.num_layers
+    cases = (
+        ("eagle1", is_eagle1, "EAGLE-1"),
+        ("inputs", config.inputs != "feature-shifted", f"draft inputs {config.inputs!r} (only 'feature-shifted')"),
+        ("residual", config.norm_before_residual, "norm_before_residual"),
+        ("norms", norms, f"{', '.join(norms)} (EAGLE-3.1 and later)"),
+        # Our net norms each tap first; vLLM and SGLang norm all together first.
+        ("two norms", config.norm_before_fc and config.fc_norm, "norm_before_fc together with fc_norm (order differs)"),
+        ("eagle3 bias", is_eagle3 and config.fc_bias, "an fc.bias in EAGLE-3"),
+        ("bias", bias is not None and bias.any(), "an fc.bias that is not zero"),
+        ("taps", is_eagle3 and has_other_taps, f"taps {taps} (only the default ones of a target that is known)"),
+        ("feature", is_eagle1 and has_other_taps, f"tap {taps[0]} in EAGLE-1 (only the last state of a known target)"),
+        ("tap order", not is_rising, f"taps {taps} (each hidden state is read once, low to high)"),
+        ("last tap", last in named_taps, f"tap {last} (the target's last state; engines read it before its norm)"),
+        ("activation", config.activation != "silu", f"activation {config.activation!r} (only silu)"),
+        ("rotation", rope.rotary_dim != rope.head_dim, f"rotation of {rope.rotary_dim} of {rope.head_dim} numbers"),
+        ("rope", not is_plain_rope, f"RoPE of type {rope.type!r} with base {rope.theta:g}"),
+        ("wide heads", width != config.hidden_size, f"heads of width {config.head_dim} (only hidden_size / heads)"),
+        ("layers", is_eagle3 and config.num_layers > 1, f"EAGLE-3 of {config.num_layers} layers"),
+        ("qkv bias", is_eagle3 and config.qkv_bias, "biases of queries, keys and values in EAGLE-3"),
+        ("embedding", config.own_embedding, "an embedding of the head's own (SGLang takes the target's)"),
+    )
+    return {name: description for name, applies, description in cases if applies}
+
+
+# --- configs ---------------------------------------------------------------------------------------------------------
+
+_ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "linear": (),
+    "dynamic": (),
+    "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
+}
+
+
+def _shape(head: Head) -> Config:
+    """Return the keys that all layouts share. RoPE in the old spelling only: all read it, and two could disagree."""
+    config, rope = head.config, head.config.rope
+    scaling: Config | None = None
+    if rope.type != "default":
+        scaling = {"rope_type": rope.type, "type": rope.type, "factor": rope.factor}
+        scaling |= {key: getattr(rope, key) for key in _ROPE_KEYS[rope.type] if getattr(rope, key) is not None}
+    shape: Config = {
+        "model_type": "llama",
+        "num_hidden_layers": config.num_layers,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": config.activation,
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_theta": rope.theta,
+        "rope_scaling": scaling,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": str(head.dtype).removeprefix("torch."),
+    }
+    if config.qkv_bias:
+        shape["qkv_bias"] = True
+    if rope.rotary_dim != rope.head_dim:
+        shape["partial_rotary_factor"] = rope.rotary_dim / rope.head_dim
+    return shape
+
+
+def _flags(config: EagleConfig) -> Config:
+    names = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    return {name: getattr(config, name) for name in names}
+
+
+def _block(head: Head) -> Config:
+    config = head.config
+    block: Config = {
+        "format": FORMAT,
+        "version": config.version,
+        "inputs": config.inputs,
+        "taps": list(config.taps) if head.knows_taps else None,
+        "target": None if config.target is None else asdict(config.target),
+        "calibration": asdict(config.calibration),
+        "training": dict(head.training),
+    }
+    return {**block, "own_embedding": True} if config.own_embedding else block
+
+
+def _published(head: Head, eagle1_class: str, *, name_taps: bool = True) -> Config:
+    config = head.config
+    class_name = eagle1_class if config.version == 1 else "LlamaForCausalLMEagle3"
+    result: Config = {"architectures": [class_name], **_shape(head)}
+    # EAGLE's code takes a missing `bias` for true, and the servers take a true one for biases in attention as well.
+    if not config.fc_bias or config.version == 3:
+        result["bias"] = config.fc_bias
+    if config.version == 3:
+        result |= _flags(config)
+        if config.feature_size != config.hidden_size:
+            result["target_hidden_size"] = config.feature_size
+        if len(config.taps) != 3:
+            result["num_aux_hidden_states"] = len(config.taps)
+        if name_taps and not head.has_default_taps:
+            result[TAP_IDS] = list(config.taps)
+    return {**result, "draftwing": _block(head)}
+
+
+def _speculators(head: Head, depth: int) -> Config:
+    config = head.config
+    # No `model_type` at the top: vLLM recognises the format by its absence. The target's class is unknown.
+    layer = {"architectures": ["LlamaForCausalLM"], **_shape(head), "attention_bias": config.qkv_bias}
+    if len(config.taps) != 3:
+        layer["num_aux_hidden_states"] = len(config.taps)
+    method = {"proposal_type": "greedy", "speculative_tokens": depth, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": _SPECULATORS_VERSION,
+        **_flags(config),
+        "target_hidden_size": config.feature_size,
+        TAP_IDS: list(config.taps) if head.knows_taps else None,
+        "embed_requires_grad": config.own_embedding,
+        "tie_word_embeddings": False,
+        "torch_dtype": layer["torch_dtype"],
+        "transformer_layer_config": layer,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [method],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": head.verifier, "architectures": []},
+        },
+        "draftwing": _block(head),
+    }
+
+
+def _config(head: Head, layout: str, depth: int) -> Config:
+    if layout == "speculators":
+        return _speculators(head, depth)
+    is_eagle1, fc_bias, is_sglang = head.config.version == 1, head.config.fc_bias, layout == "sglang"
+    config = _published(head, "LlamaForCausalLMEagle" if is_sglang else "LlamaForCausalLM", name_taps=not is_sglang)
+    if layout not in ("draftwing", "eagle"):
+        config["attention_bias"] = head.config.qkv_bias  # the engines' flag
+    if layout == "vllm":
+        config["bias"] = False
+        if is_eagle1 and fc_bias:
+            config["draftwing"]["fc_bias"] = True
+    elif is_sglang and is_eagle1:
+        config.pop("bias", None)  # its fc always has one
+        if not fc_bias:
+            config["draftwing"]["fc_bias"] = False
+    elif is_sglang and not head.has_default_taps:
+        config["eagle_config"] = {"use_aux_hidden_state": True, TAP_IDS: [tap - 1 for tap in head.config.taps]}
+    return config
+
+
+def _tensors(head: Head, layout: str) -> dict[str, Tensor]:
+    maps = {} if head.target_ids is None else to_maps(head.target_ids, head.config.vocab_size)
+    tensors = {**head.tensors, **maps, **head.copies}
+    if layout in ("draftwing", "eagle"):
+        return tensors
+    zeros = torch.zeros(head.config.hidden_size, dtype=head.dtype)
+    for name in list(tensors) if head.config.qkv_bias else ():
+        if name.endswith(".self_attn.o_proj.weight"):  # engines would leave this bias uninitialised
+            tensors[name.removesuffix("weight") + "bias"] = zeros.clone()
+    if layout == "vllm" and head.config.version == 1:
+        # vLLM refuses an lm_head, and silently drops an fc.bias, which is zero here.
+        for name in ("fc.bias", LM_HEAD):
+            tensors.pop(name, None)
+    elif layout == "sglang" and head.config.version == 1:
+        tensors.setdefault("fc.bias", zeros)
+    elif layout == "speculators":
+        return {re.sub(r"^midlayer\.", "layers.0.", name): tensor for name, tensor in tensors.items()}
+    return tensors
+
+
+_ALL_ENGINES = ("inputs", "eagle3 bias", "rotation", "feature", "tap order", "last tap")
+_SERVERS = (*_ALL_ENGINES, "two norms", "activation")
+# The features of ``_special_features`` that each layout cannot express.
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "draftwing": (),
+    "eagle": (*_ALL_ENGINES, "residual", "norms", "taps", "rope", "wide heads", "layers", "qkv bias"),
+    "vllm": (*_SERVERS, "bias"),
+    "sglang": (*_SERVERS, "residual", "layers", "qkv bias", "embedding"),
+    "speculators": ("eagle1", *_SERVERS),
+}
+
+
+# --- folders ---------------------------------------------------------------------------------------------------------
+
 
 def write_head(folder: Path, net: EagleNet, *, training: Mapping[str, Any] | None = None) -> None:
-    """Write a net as a head folder in our layout; an older head in it is replaced, whole or not at all.
+    """Write a net, not prepacked, in our layout; an older head in the folder is replaced, whole or not at all.
 
-    Args:
-        net: not prepacked.
-        training: notes on its training: any JSON. `draftwing doctor` reads two keys: ``chat_template`` (see
-            ``chat_template_hash``) and ``coverage``, the draft vocabulary's share of the training tokens.
-
-    Raises:
-        CheckpointError: the folder cannot be written, or holds another model.
-        ConfigError: ``training`` is not JSON.
+    Of ``training``, which may be any JSON, `draftwing doctor` reads ``chat_template`` (see ``chat_template_hash``) and
+    ``coverage``, the draft vocabulary's share of the training tokens.
     """
     target = net.config.target
     ids = None if net.target_ids is None else net.target_ids.to("cpu", torch.int64)
@@ -41,12 +293,7 @@ def write_head(folder: Path, net: EagleNet, *, training: Mapping[str, Any] | Non
 
 
 def save_head(folder: Path, head: Head, layout: str, *, depth: int = 5) -> None:
-    """Write a head in one of the ``LAYOUTS``; ``depth`` is the number of tokens that speculators' config proposes.
-
-    Raises:
-        UnsupportedError: the layout cannot express this head.
-        CheckpointError: the folder cannot be written, or holds another model.
-    """
+    """Write a head in one of the ``LAYOUTS``; see ``head_files``."""
     config, tensors = head_files(head, layout, depth)
     write_folder(folder, config, tensors)
 
@@ -66,16 +313,9 @@ def write_folder(
     name: str = WEIGHTS,
     copies: Sequence[Path] = (),
 ) -> None:
-    """Write ``config.json`` and ``model.safetensors``, and ``copies`` of some files, whole or not at all.
+    """Write ``config.json``, the weight file ``name`` (a ``.pt`` is pickled) and ``copies``, whole or not at all.
 
     All are written into a folder next to ``folder`` and moved when they are complete; other files in ``folder`` stay.
-
-    Args:
-        name: of the weight file; a ``.pt`` is pickled.
-
-    Raises:
-        CheckpointError: the folder cannot be written, holds another model, or has weights that an engine would read
-            instead.
     """
     folder = Path(folder)
     check_destination(folder)
@@ -111,3 +351,80 @@ def write_folder(
                 partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+# --- conversion ------------------------------------------------------------------------------------------------------
+
+# The engine that serves each layout; ours and EAGLE's have no server.
+SERVED_BY = {"vllm": "vllm", "speculators": "vllm", "sglang": "sglang"}
+BRANCHING = 4  # children of each node of SGLang's tree; vLLM drafts chains
+
+
+def convert(
+    source: Path,
+    destination: Path,
+    to: str,
+    *,
+    target: TargetId | None = None,
+    taps: tuple[int, ...] | None = None,
+    depth: int = 5,
+) -> None:
+    """Write the head in ``source``, of any layout, into ``destination`` in the layout ``to``, with prompts and card.
+
+    Tensors keep their bits, and what a layout cannot express stays in the config's ``draftwing`` part. The target's own
+    ``embed_tokens`` (and in EAGLE-1 ``lm_head``) are copied if the source has them and the engine accepts them.
+
+    Args:
+        target: the head's target, for a source that does not name it; compared with one that does.
+        taps: the hidden states that the head reads, instead of those that the source names.
+        depth: number of tokens that a speculators config proposes.
+    """
+    source, destination = Path(source), Path(destination)
+    if destination.exists() and source.exists() and destination.samefile(source):
+        raise CheckpointError(f"{destination}: is the source itself: choose another folder for the converted head")
+    head = load_head(source).for_target(target, taps, str(source))
+    for text in head.warnings:
+        if taps is None or "taps=" not in text:  # the argument replaces a guess
+            warnings.warn(DraftwingWarning(text), stacklevel=2)
+    save_head(destination, head, to, depth=depth)
+    copy_stored(source, destination)
+    name, version = destination.resolve().name, head.config.version
+    command = _command(to, head.verifier or "TARGET", name, version, depth) if to in SERVED_BY else ""
+    copy_card(source, destination, to, command)
+
+
+def serve_command(to: str, target: str, folder: Path, depth: int) -> str:
+    """Return the command that serves ``target`` (path or hub id) with a converted head and ``depth`` drafted tokens."""
+    folder = Path(folder)
+    if to not in SERVED_BY:
+        raise ConfigError(f"no engine serves the layout {to!r}: choose one of {', '.join(SERVED_BY)}")
+    if depth < 1:
+        raise ConfigError(f"depth must be at least 1, found {depth}")
+    config = read_config(folder)
+    if is_medusa(config):
+        return _vllm(target, "medusa", str(folder), min(depth, config.get("num_heads", depth)))
+    settings = read_settings(config, str(folder / "config.json"))
+    version = find_version(settings, read_tensors(folder), str(folder))
+    return _command(to, target, str(folder), version, depth)
+
+
+def _command(to: str, target: str, folder: str, version: int, depth: int) -> str:
+    if SERVED_BY[to] == "vllm":
+        # Without a method vLLM guesses it from the folder's name.
+        return _vllm(target, "eagle" if version == 1 else "eagle3", folder, depth)
+    # More tokens than the tree has nodes would be an error, and fewer than the depth waste steps.
+    tokens = max(depth + 1, min(8, 1 + BRANCHING * depth))
+    options = {
+        "--model-path": target,
+        "--speculative-algorithm": "EAGLE" if version == 1 else "EAGLE3",
+        "--speculative-draft-model-path": folder,
+        "--speculative-num-steps": str(depth),
+        "--speculative-eagle-topk": str(BRANCHING),
+        "--speculative-num-draft-tokens": str(tokens),
+    }
+    return "python -m sglang.launch_server " + " ".join(f"{key} {shlex.quote(value)}" for key, value in options.items())
+
+
+def _vllm(target: str, method: str, folder: str, depth: int) -> str:
+    config = json.dumps({"method": method, "model": folder, "num_speculative_tokens": depth})
+    return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(config)}"

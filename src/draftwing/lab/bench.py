@@ -21,6 +21,7 @@ from draftwing.accept import get_rule
 from draftwing.cpu.library import get_kernel
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError, shown
 from draftwing.formats.gguf_folder import LINK
+from draftwing.formats.identity import hash_blocks
 from draftwing.lab.bench_sets import Question, QuestionSet
 from draftwing.lab.compare import first_difference, promise_of
 from draftwing.lab.machine import describe_machine, describe_target
@@ -47,7 +48,7 @@ _UNSUPPORTED = {
     "suppress_tokens": (None,),
     "guidance_scale": (None, 1, 1.0),
 }
-_DIGEST_PARTS, _DIGEST_PART_BYTES = 256, 1 << 14  # how much of a weight file its digest reads
+_DIGEST_BLOCKS = 256  # blocks of a weight file that its digest reads
 
 
 def digest(value: object) -> str:
@@ -94,11 +95,7 @@ def name_of_sampling(sampling: Sampling) -> str:
 
 
 def parse_sampling(text: str, folder: Path) -> Sampling:
-    """Parse ``0``, ``1``, ``0.2,top_p=0.9`` or ``model``: the ``generation_config.json`` in the target's folder.
-
-    Raises:
-        CheckpointError, ConfigError, SamplingError, UnsupportedError: unreadable, unknown, invalid or unsupported.
-    """
+    """Parse ``0``, ``1``, ``0.2,top_p=0.9`` or ``model``: the ``generation_config.json`` in the target's folder."""
     if text.strip() == "model":
         return _read_model_sampling(folder / "generation_config.json")
     first, *rest = (part.strip() for part in text.split(","))
@@ -169,12 +166,8 @@ def weights_digest(folder: Path) -> str:
     files = [link] if link.exists() else sorted(p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin"))
     try:
         for path in files:
-            size = path.stat().st_size
-            sha.update(f"{size} ".encode())
-            with path.open("rb") as file:
-                for number in range(_DIGEST_PARTS):
-                    file.seek(max(size - _DIGEST_PART_BYTES, 0) * number // (_DIGEST_PARTS - 1))
-                    sha.update(file.read(_DIGEST_PART_BYTES))
+            sha.update(f"{path.stat().st_size} ".encode())
+            hash_blocks(path, _DIGEST_BLOCKS, sha)
     except OSError as error:
         raise CheckpointError(f"{folder}: the weights cannot be read ({error}): download them again") from error
     return sha.hexdigest()[:16]
@@ -206,9 +199,6 @@ class Journal:
     """The records of a folder: ``settings``, ``sets`` by name, ``methods`` by key, and turns.
 
     A unit has several ``answers`` if methods were added later. ``skipped`` units exceed the context.
-
-    Raises:
-        CheckpointError: the records cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:

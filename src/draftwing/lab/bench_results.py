@@ -72,16 +72,12 @@ STATISTICS: dict[str, Callable[[ResultSample], Any]] = {
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure and its 95% interval; ``low`` and ``high`` are None for fewer than two questions.
-
-    Attributes:
-        resampled: (R,) the figure of each resample; empty without an interval.
-    """
+    """A figure and its 95% interval; ``low`` and ``high`` are None for fewer than two questions."""
 
     value: float
     low: float | None
     high: float | None
-    resampled: Array
+    resampled: Array  # (R,) the figure of each resample; empty without an interval
 
     @classmethod
     def of(cls, value: float, resampled: Array) -> Estimate:
@@ -137,34 +133,28 @@ def alpha_of(counts: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[int
 
 @dataclass(frozen=True)
 class ResultRow:
-    """One line of a table.
+    """One line of a table."""
 
-    Attributes:
-        set, category, turn, sampling: the answers it covers; category and turn are None for all of them.
-        method: its record.
-        num_questions, num_answers: an answer is one turn of a question.
-        figures: by the names of ``STATISTICS``.
-        tokens_per_s, plain_tokens_per_s: means over questions.
-        alpha, reached: acceptance by depth, and how often a draft reached that depth.
-        n_alpha: for a fixed chain of an EAGLE head, acceptance of the n-th token, which has read n predicted features.
-        promise: what the rule preserves: ``text``, ``law`` or ``nothing`` (see ``compare.MethodResult``).
-    """
-
+    # set, category, turn, sampling: the answers it covers; category and turn are None for all of them
     set: str
     category: str | None
     turn: int | None
     sampling: str
-    method: Mapping[str, Any]
+    method: Mapping[str, Any]  # its record
+    # num_questions, num_answers: an answer is one turn of a question
     num_questions: int
     num_answers: int
-    figures: Mapping[str, Estimate]
+    figures: Mapping[str, Estimate]  # by the names of ``STATISTICS``
+    # tokens_per_s, plain_tokens_per_s: means over questions
     tokens_per_s: float
     plain_tokens_per_s: float
+    # alpha, reached: acceptance by depth, and how often a draft reached that depth
     alpha: list[float]
     reached: list[int]
+    # for a fixed chain of an EAGLE head, acceptance of the n-th token, which has read n predicted features
     n_alpha: list[float] | None
     num_identical: int
-    promise: str
+    promise: str  # the guarantee of the rule: ``text``, ``law`` or ``nothing`` (see ``compare.MethodResult``)
     lossless: bool
     seconds: float
     plain_seconds: float
@@ -215,21 +205,15 @@ class ResultRow:
 
 @dataclass
 class Group:
-    """Results of equal settings, from one folder or several.
-
-    Attributes:
-        rows: of each set: the whole set, then its turns and categories.
-        skipped: turns whose prompt and answer exceed the context.
-        differences: answers that differ from the baseline's, with both texts.
-    """
+    """Results of equal settings, from one folder or several."""
 
     settings: dict[str, Any]
     sets: dict[str, dict[str, Any]]
     methods: dict[str, dict[str, Any]]
     folders: list[str]
-    rows: list[ResultRow]
-    skipped: list[dict[str, Any]]
-    differences: list[dict[str, Any]]
+    rows: list[ResultRow]  # for each set: all of it, then its turns and categories
+    skipped: list[dict[str, Any]]  # turns whose prompt and answer exceed the context
+    differences: list[dict[str, Any]]  # answers that differ from the baseline's, with both texts
 
     @property
     def wholes(self) -> list[ResultRow]:
@@ -401,7 +385,6 @@ def _mean(rows: Sequence[ResultRow]) -> ResultRow:
 
 
 def to_dict(groups: Sequence[Group]) -> dict[str, Any]:
-    """Return JSON values."""
     values = []
     for group in groups:
         lists = {"sets": list(group.sets.values()), "methods": list(group.methods.values())}

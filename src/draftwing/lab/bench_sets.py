@@ -21,18 +21,12 @@ _QUESTION_FILE = "question.jsonl"
 
 @dataclass(frozen=True)
 class Question:
-    """One question of a set.
+    """One question of a set."""
 
-    Attributes:
-        number: its index in the file; ``id`` is from the file, else its line.
-        categories: its category, and the task that contains it if there is one.
-        turns: the user's messages.
-    """
-
-    number: int
+    number: int  # its index in the file; ``id`` is from the file, else its line
     id: str
-    categories: tuple[str, ...]
-    turns: tuple[str, ...]
+    categories: tuple[str, ...]  # its category, and the task that contains it if there is one
+    turns: tuple[str, ...]  # the user's messages
     system: str | None = None
 
     def messages(self, answers: Sequence[str]) -> list[dict[str, str]]:

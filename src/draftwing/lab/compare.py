@@ -25,31 +25,21 @@ from draftwing.tree import Accepted, DraftTree
 
 @dataclass(frozen=True)
 class MethodResult:
-    """The figures of one drafter.
-
-    Attributes:
-        tokens_per_s: median over prompts and rounds; decoding only, without the prompt's prefill.
-        speedup: median over prompts and rounds of the baseline's time per token over this one's, paired.
-        tau: tokens per target forward over all prompts, including the bonus token.
-        efficiency: speedup / tau.
-        alpha: acceptance by depth.
-        promise: what the rule preserves at this temperature: ``text`` (equal to the baseline's), ``law`` (other texts
-            with the same distribution) or ``nothing``.
-        num_identical: prompts whose token ids equal the baseline's in every round.
-        phases: share of the step time by phase.
-    """
+    """The figures of one drafter."""
 
     name: str
-    tokens_per_s: float
-    speedup: float
-    tau: float
-    efficiency: float
-    alpha: list[float]
+    tokens_per_s: float  # median over prompts and rounds; decoding only, without the prompt's prefill
+    speedup: float  # median over prompts and rounds of the baseline's time per token over this one's, paired
+    tau: float  # tokens per target forward over all prompts, including the bonus token
+    efficiency: float  # speedup / tau
+    alpha: list[float]  # acceptance by depth
+    # what the rule preserves at this temperature: ``text`` (equal to the baseline's), ``law`` (other texts with the
+    # same distribution) or ``nothing``
     promise: str
-    num_identical: int
+    num_identical: int  # prompts whose token ids equal the baseline's in every round
     num_prompts: int
     lossless: bool
-    phases: dict[str, float]
+    phases: dict[str, float]  # share of the step time by phase
 
 
 @dataclass(frozen=True)
@@ -79,15 +69,10 @@ def compare(
     rounds: int = 1,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Comparison:
-    """Decode every prompt with every method, one prompt at a time.
+    """Decode every prompt ``rounds`` times with every method (the baseline first), one prompt at a time.
 
     Methods take turns on each prompt, which pairs the measurements: a machine that slows down slows all of them. The
     first prompt is decoded once more at the start, uncounted, to warm up.
-
-    Args:
-        lms: the baseline first; all on one target.
-        rounds: how often every prompt is decoded.
-        on_progress: called with (done, total) generations.
     """
     if not lms or lms[0].drafter.drafts:
         raise ConfigError("compare needs the baseline first: pass LM(target, tokenizer) as the first of lms")
@@ -129,7 +114,6 @@ def compare(
 
 
 def promise_of(lm: LM, sampling: Sampling) -> str:
-    """Return ``MethodResult.promise``."""
     rule = get_rule(lm.rule, lossless=False)
     if not rule.lossless:
         return "nothing"
@@ -168,23 +152,16 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token of a speculative text that differs from the baseline's.
-
-    Attributes:
-        position: the number of equal tokens before it.
-        plain_token, token: of both texts; -1 if one of them ends there.
-        margin: the baseline's perturbed score of its token minus that of the other; 0 if a text ends.
-        noise: the largest change of any score when the same tokens are forwarded in other groups.
-        is_tie: the margin is at most twice the noise, since each of the two scores may change by that much.
-    """
+    """The first token of a speculative text that differs from the baseline's."""
 
     prompt_index: int
-    position: int
+    position: int  # the number of equal tokens before it
+    # plain_token, token: of both texts; -1 if one of them ends there
     plain_token: int
     token: int
-    margin: float
-    noise: float
-    is_tie: bool
+    margin: float  # the baseline's perturbed score of its token minus that of the other; 0 if a text ends
+    noise: float  # the largest change of any score when the same tokens are forwarded in other groups
+    is_tie: bool  # the margin is at most twice the noise, since each of the two scores may change by that much
 
 
 @dataclass(frozen=True)
@@ -195,39 +172,28 @@ class Verification:
     differences: list[Difference]
     settings: dict[str, Any]
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def verify(
     lm: LM,
     prompts: Sequence[Prompt],
     sampling: Sampling,
     *,
-    max_batch: int = 1,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Verification:
-    """Decode every prompt with and without drafts and compare token ids.
-
-    ``max_batch`` prompts are decoded speculatively at once; the baseline always runs one by one.
-    """
+    """Decode every prompt with and without drafts and compare token ids."""
     baseline, sampling = LM(lm.target, lm.tokenizer), with_seed(sampling)
     differences, num_tokens = [], 0
-    for start in range(0, len(prompts), max_batch):
-        generations = lm.generate(list(prompts[start : start + max_batch]), sampling, max_batch=max_batch)
-        for index, generation in enumerate(generations, start):
-            if generation.error is not None:
-                raise generation.error
-            (base,) = baseline.generate([prompts[index]], sampling)
-            num_tokens += len(base.token_ids)
-            if generation.token_ids != base.token_ids:
-                differences.append(_explain(lm.target, base, generation.token_ids, sampling, index))
-            on_progress(index + 1, len(prompts))
+    for index, prompt in enumerate(prompts):
+        (generation,), (base,) = (one.generate([prompt], sampling) for one in (lm, baseline))
+        num_tokens += len(base.token_ids)
+        if generation.token_ids != base.token_ids:
+            differences.append(_explain(lm.target, base, generation.token_ids, sampling, index))
+        on_progress(index + 1, len(prompts))
     settings = {
         **describe_target(lm.target),
         "drafter": lm.drafter_name,
         "rule": lm.rule,
-        "max_batch": max_batch,
+        "max_batch": 1,
         "sampling": {key: value for key, value in asdict(sampling).items() if value != getattr(Sampling(), key)},
     }
     return Verification(len(prompts), len(prompts) - len(differences), num_tokens, differences, settings)

@@ -33,25 +33,16 @@ class FitTrial:
 
 @dataclass(frozen=True)
 class Fit:
-    """The result of ``measure_fit``.
-
-    Attributes:
-        verdict: ``fits``, ``weak`` or ``does not fit``.
-        tried_on: see ``FitTrial.source``.
-        interval: of ``alpha[0]``, at 95%.
-        chance: share of first drafts that would be accepted if they were shuffled among their positions: what guessing
-            common tokens gains, independent of the target.
-        lookup_tau: tau of prompt lookup on the same prompts.
-    """
-
     tau: float
     alpha: tuple[float, ...]
-    verdict: str
-    tried_on: str
+    verdict: str  # ``fits``, ``weak`` or ``does not fit``
+    tried_on: str  # see ``FitTrial.source``
     num_drafts: int
-    interval: tuple[float, float]
+    interval: tuple[float, float]  # 95% interval of ``alpha[0]``
+    # share of first drafts that would be accepted if they were shuffled among their positions: what guessing common
+    # tokens gains, independent of the target
     chance: float
-    lookup_tau: float
+    lookup_tau: float  # tau of prompt lookup on the same prompts
 
 
 def trial_of(
@@ -59,13 +50,8 @@ def trial_of(
 ) -> FitTrial:
     """Choose prompts of a head's kind.
 
-    The user's prompts, if there are any; else those that training held out and stored in the head's folder; else
-    questions through the target's chat template, if it has one; else beginnings of Python files.
-
-    Args:
-        head: the head's folder.
-        tokenizer: the target's.
-        prompts: the user's, read from ``where``.
+    The user's ``prompts`` (from ``where``), if there are any; else those that training held out and stored in the
+    head's folder; else questions through the target's chat template, if it has one; else beginnings of Python files.
     """
     chat = tokenizer.has_chat_template
     if prompts is not None:

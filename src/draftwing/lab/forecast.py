@@ -69,27 +69,16 @@ def quantised(probs: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ForecastTexts:
-    """The texts of one temperature. Counts are at most 255.
+    """The texts of one temperature. Counts are at most 255."""
 
-    Attributes:
-        lengths: (T,) int32: positions of each text.
-        stopped: (T,) bool: the text ended by itself, so that no step emits more.
-        found: (P,) uint8: how many of a position's next tokens the reference tree has as one path.
-        ranks: (E,) uint8: which child of its parent each node of these paths is.
-        chances: (E,) uint8: the draft probability of the path to it, ``quantised``.
-        likelier: (E, L) uint8: nodes of each level that are likelier, or as likely and first in the tree.
-        sizes: (P, K) uint8: nodes whose path is more probable than each of ``THRESHOLDS``.
-        levels: (P, K) uint8: the deepest level of those.
-    """
-
-    lengths: np.ndarray
-    stopped: np.ndarray
-    found: np.ndarray
-    ranks: np.ndarray
-    chances: np.ndarray
-    likelier: np.ndarray
-    sizes: np.ndarray
-    levels: np.ndarray
+    lengths: np.ndarray  # (T,) int32: positions of each text
+    stopped: np.ndarray  # (T,) bool: the text ended by itself, so that no step emits more
+    found: np.ndarray  # (P,) uint8: how many of a position's next tokens the reference tree has as one path
+    ranks: np.ndarray  # (E,) uint8: which child of its parent each node of these paths is
+    chances: np.ndarray  # (E,) uint8: the draft probability of the path to it, ``quantised``
+    likelier: np.ndarray  # (E, L) uint8: nodes of each level that are likelier, or as likely and first in the tree
+    sizes: np.ndarray  # (P, K) uint8: nodes whose path is more probable than each of ``THRESHOLDS``
+    levels: np.ndarray  # (P, K) uint8: the deepest level of those
 
     def __post_init__(self) -> None:
         texts, positions, nodes = len(self.lengths), len(self.found), len(self.ranks)
@@ -142,22 +131,15 @@ _ARRAYS = tuple(field.name for field in fields(ForecastTexts))
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The held-out statistics of a head.
+    """The held-out statistics of a head."""
 
-    Attributes:
-        head: its ``head_id``; ``target`` is the target's name, ``runs_as`` what computed the head's matrices.
-        context: mean number of tokens of a row.
-        texts: by temperature.
-    """
-
-    head: str
+    head: str  # its ``head_id``; ``target`` is the target's name, ``runs_as`` what computed the head's matrices
     target: str
     runs_as: str
-    context: float
-    texts: Mapping[float, ForecastTexts]
+    context: float  # mean number of tokens of a row
+    texts: Mapping[float, ForecastTexts]  # by temperature
 
     def at(self, temperature: float) -> ForecastTexts:
-        """Return the texts of a temperature. Raises ConfigError if there are none."""
         if float(temperature) not in self.texts:
             collected = ", ".join(f"{other:g}" for other in sorted(self.texts))
             raise ConfigError(
@@ -197,11 +179,7 @@ class HeldOut:
 
     @classmethod
     def read(cls, folder: Path) -> HeldOut:
-        """Read the file in a head's folder.
-
-        Raises:
-            CheckpointError: it does not exist, cannot be read, or was made with other weights.
-        """
+        """Read the file in a head's folder. Raises CheckpointError if there is none, or one made with other weights."""
         file = Path(folder) / FILE
         collect = f"collect them with `draftwing predict --collect --draft {folder}` and the head's target and prompts"
         if not file.exists():
@@ -260,10 +238,10 @@ class Walk:
         """Tokens emitted per target forward."""
         return float(self.tokens.sum() / self.steps.sum())
 
-    def interval(self, draws: int = 1000) -> tuple[float, float]:
+    def interval(self) -> tuple[float, float]:
         """Return the 95% interval of tau: a bootstrap over texts with a fixed seed."""
         generator = np.random.default_rng(0)
-        chosen = generator.integers(len(self.steps), size=(draws, len(self.steps)))
+        chosen = generator.integers(len(self.steps), size=(1000, len(self.steps)))
         low, high = np.quantile(self.tokens[chosen].sum(1) / self.steps[chosen].sum(1), (0.025, 0.975))
         return float(low), float(high)
 
@@ -371,7 +349,6 @@ WrittenText = tuple[Sequence[int], bool, Sequence[ReferenceTree]]
 
 
 def statistics(texts: Iterable[WrittenText]) -> ForecastTexts:
-    """Summarise texts."""
     columns: dict[str, list[Any]] = {name: [] for name in _ARRAYS}
     for tokens, stopped, trees in texts:
         columns["lengths"].append(len(trees))
@@ -430,10 +407,6 @@ def collect(
         head: ``head_id`` of the drafter's head.
         prompts: token ids, of text that the head was not trained on.
         num_tokens: positions of each text; ``DEPTH`` more tokens are written, to know what follows the last one.
-        on_progress: called with (done, total) tokens.
-
-    Raises:
-        ConfigError: no prompt leaves room for a text, or the drafter reports no probabilities.
     """
     chosen, max_tokens = fitting(prompts, target, num_tokens), num_tokens + DEPTH
     if not chosen:
@@ -485,23 +458,18 @@ def fitting(prompts: Sequence[Sequence[int]], target: Target, num_tokens: int = 
 
 @dataclass(frozen=True)
 class Forecast:
-    """The forecast for one tree at one temperature.
+    """The forecast for one tree at one temperature."""
 
-    Attributes:
-        tree: as the user named it; ``auto`` is the automatic budget, which is only approximated.
-        tau_low, tau_high: 95% interval over texts.
-        nodes, levels: means over steps.
-        speedup: over the baseline at batch 1, if the machine's costs are known.
-    """
-
-    tree: str
+    tree: str  # as the user named it; ``auto`` is the automatic budget, which is only approximated
     temperature: float
     tau: float
+    # tau_low, tau_high: 95% interval over texts
     tau_low: float
     tau_high: float
+    # nodes, levels: means over steps
     nodes: float
     levels: float
-    speedup: float | None = None
+    speedup: float | None = None  # over the baseline at batch 1, if the machine's costs are known
     measured_tau: float | None = None
     measured_speedup: float | None = None
 
@@ -517,11 +485,7 @@ class Forecast:
 def forecast(
     held_out: HeldOut, trees: Mapping[str, Budget | None], temperatures: Sequence[float], costs: Costs | None = None
 ) -> list[Forecast]:
-    """Forecast every tree (by name; None is the automatic budget) at every temperature.
-
-    Raises:
-        ConfigError: a temperature or tree that the statistics do not cover, or the automatic budget without costs.
-    """
+    """Forecast every tree (by name; None is the automatic budget) at every temperature."""
     forecasts = []
     for temperature in temperatures:
         texts = held_out.at(temperature)
@@ -696,21 +660,15 @@ def _check(alpha: float, gamma: float, c: float = 0.0) -> None:
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
-    """Tokens per target forward with a chain: (1 - alpha^(gamma + 1)) / (1 - alpha) (2211.17192, eq. 1).
-
-    Raises:
-        ConfigError: alpha outside [0, 1], negative gamma or c (also in the functions below).
-    """
+    """Tokens per target forward with a chain: (1 - alpha^(gamma + 1)) / (1 - alpha) (2211.17192, eq. 1)."""
     _check(alpha, gamma)
     return float(gamma + 1) if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
 
 
 def predicted_speedup(alpha: float, gamma: int, c: float, verify_ratio: float = 1.0) -> float:
-    """Speedup of chains over the baseline (2211.17192, theorem 3.8).
+    """Speedup of chains over the baseline (2211.17192, theorem 3.8), where c is T_D / T_T.
 
-    Args:
-        c: T_D / T_T.
-        verify_ratio: T_V(gamma + 1) / T_T: 1 in the paper, measured in MagicDec (2408.11049, eq. 1).
+    ``verify_ratio`` is T_V(gamma + 1) / T_T: 1 in the paper, measured in MagicDec (2408.11049, eq. 1).
     """
     _check(alpha, gamma, c)
     return expected_tokens(alpha, gamma) / (gamma * c + verify_ratio)
@@ -725,11 +683,7 @@ def best_gamma(alpha: float, c: float, upto: int = 64) -> int:
 
 
 def operations_factor(alpha: float, gamma: int, c_operations: float) -> float:
-    """Arithmetic per token relative to the baseline (2211.17192, theorem 3.11).
-
-    Args:
-        c_operations: arithmetic of a draft step / of a target token.
-    """
+    """Arithmetic per token over the baseline's (2211.17192, theorem 3.11); ``c_operations``: that of a draft step."""
     _check(alpha, gamma, c_operations)
     return (gamma * c_operations + gamma + 1) / expected_tokens(alpha, gamma)
 
@@ -750,23 +704,15 @@ def measured_speedup(costs: Costs, alpha: float, gamma: int, rows: int = 1, cont
     return expected_tokens(alpha, gamma) * costs.verify_seconds(1, rows, context) / spent
 
 
-def inflection_length(costs: Costs, alpha: float, gamma: int, rows: int = 1, *, view: int | None = None) -> float:
-    """Context length from which chains of ``gamma`` gain (MagicDec 2408.11049, section 3).
+def inflection_length(costs: Costs, alpha: float, gamma: int, rows: int = 1) -> float:
+    """Context length from which chains of ``gamma`` gain: 0 or more, infinity if they never do (2408.11049, section 3).
 
     With longer contexts reading the KV cache, once for all nodes, dominates, and T_V / T_T falls towards 1.
-
-    Args:
-        view: slots that a self-drafting target attends to: a draft step then costs a baseline step of that length.
-            None: as measured.
-
-    Returns:
-        0 if they gain from the start, infinity if they never do.
     """
     tokens = expected_tokens(alpha, gamma)
-    draft = costs.draft_seconds(gamma, 1, rows) if view is None else gamma * costs.verify_seconds(1, rows, view)
-    loss = draft + costs.verify_seconds(gamma + 1, rows, 0) - tokens * costs.verify_seconds(1, rows, 0)  # per step
-    if loss <= 0 and view is None:
+    spent = costs.draft_seconds(gamma, 1, rows) + costs.verify_seconds(gamma + 1, rows, 0)
+    loss = spent - tokens * costs.verify_seconds(1, rows, 0)  # per step
+    if loss <= 0:
         return 0.0
     gain = (tokens * costs.token_seconds(1) - costs.token_seconds(gamma + 1)) * rows  # per token of context
-    length = loss / gain if gain > 0 else math.inf
-    return length if view is None else max(length, float(view))
+    return loss / gain if gain > 0 else math.inf

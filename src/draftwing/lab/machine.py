@@ -43,14 +43,14 @@ def describe_target(target: Target) -> dict[str, Any]:
     }
 
 
-def read_bandwidth(num_bytes: int, repeats: int = 5) -> float:
-    """Measure GB/s of a float32 sum over ``num_bytes`` of freshly written memory: the median of ``repeats``.
+def read_bandwidth(num_bytes: int) -> float:
+    """Measure GB/s of a float32 sum over ``num_bytes`` of freshly written memory: the median of five.
 
     The baseline's tokens per second are at most this over the bytes of weights that a token reads.
     """
     count, kernel = max(num_bytes // 4, 1), get_kernel()
     seconds = []
-    for _ in range(repeats):
+    for _ in range(5):
         # In huge pages, like the weights: with small pages, address translation would limit the sum.
         values = (torch.empty(count) if kernel is None else kernel.room(count, dtype=torch.float32)).fill_(1.0)
         start = time.perf_counter()

@@ -54,16 +54,10 @@ class TextIds:
 class Recorded:
     """Texts with the target's keys and values: one batch, on which any set of layers is tried.
 
-    A draft from position i reads the target's keys and values before i, and those of the chain after it. All
-    positions are drafted at once, with the text's tokens as the chain. A chain equals the text up to its first mistake,
-    and what follows does not count, so that the result is exactly what greedy decoding would accept.
-
-    Args:
-        target: with unpacked weights (``prepack=False``).
-        texts: from the target. They are cut to the narrowest sliding window.
-
-    Raises:
-        ConfigError: no text has ``depth`` + 1 written tokens.
+    A draft from position i reads the target's keys and values before i, and those of the chain after it. All positions
+    are drafted at once, with the text's tokens as the chain. A chain equals the text up to its first mistake, and what
+    follows does not count, so that the result is exactly what greedy decoding would accept. The target's weights must
+    be unpacked; its texts are cut to the narrowest sliding window.
     """
 
     @torch.inference_mode()
@@ -118,20 +112,14 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Pace:
-    """Measured seconds of drafting with any set of a target's layers.
+    """Measured seconds of drafting with any set of a target's layers."""
 
-    Attributes:
-        start: of a draft, independent of its depth.
-        base: of each pass besides the layers: embedding, norm, LM head and the choice of a token.
-        attention, mlp: of each sublayer in a pass.
-        verify: of the target's forward over 1, 2, ... nodes and everything after it.
-    """
-
-    start: float
-    base: float
+    start: float  # start of a draft, independent of its depth
+    base: float  # each pass without its layers: embedding, norm, LM head and the choice of a token
+    # attention, mlp: of each sublayer in a pass
     attention: float
     mlp: float
-    verify: tuple[float, ...]
+    verify: tuple[float, ...]  # the target's forward over 1, 2, ... nodes and everything after it
 
     def tokens_per_s(self, parts: Parts, accepted: Sequence[float]) -> tuple[float, int]:
         """Return tokens per second and length (at least 1) of the best chain.
@@ -197,11 +185,7 @@ def search(
 
     Args:
         score: the higher the better. It may raise KeyboardInterrupt.
-        num_trials: sets to try, including ``earlier``.
-        earlier: scores of sets that were tried before, in that order.
-
-    Raises:
-        UnsupportedError: optuna is not installed.
+        num_trials: sets to try, including ``earlier``: the scores of sets that were tried before, in that order.
     """
     try:
         import optuna
@@ -300,12 +284,7 @@ class Trial:
 
 
 class Trials:
-    """The trials of a folder: a first record of settings, texts and times that all share, then one record for each.
-
-    Raises:
-        CheckpointError: the file cannot be read, or is malformed.
-        ConfigError: the folder has trials with other settings.
-    """
+    """The trials of a folder: a first record of settings, texts and times that all share, then one record for each."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], num_layers: int) -> None:
         self._about, self._num_layers = dict(settings), num_layers
@@ -387,13 +366,6 @@ def tune(
         num_trials: sets to try, including those of earlier runs.
         only_exits: try only the first layer, the first two, ...
         settings: further values that trials depend on, as JSON.
-        on_progress: called with the trials that are done, their total, and the best one.
-
-    Raises:
-        CheckpointError: the folder cannot be read or written, is in use, or holds another model.
-        ConfigError: it holds a run with other settings.
-        UnsupportedError: optuna is not installed.
-        KeyboardInterrupt: before any set was tried.
     """
     num_layers = target.num_layers
     check_destination(out)

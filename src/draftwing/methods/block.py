@@ -37,17 +37,11 @@ from draftwing.tree import DraftTree
 
 
 class Guess(NamedTuple):
-    """The distribution of the tokens after the nodes of a level.
+    """The distribution of the tokens after the nodes of a level."""
 
-    Attributes:
-        logits: (B, W, V) over the target's tokens, or (B, 1, V) if all nodes of the level share one distribution.
-        carried: (B, W, ...) state that the nodes' children need, or None.
-        confidence: (B, W) how far the distribution can be trusted, in (0, 1], or None.
-    """
-
-    logits: Tensor
-    carried: Tensor | None = None
-    confidence: Tensor | None = None
+    logits: Tensor  # (B, W, V) over the target's tokens, or (B, 1, V) if all nodes of the level share one distribution
+    carried: Tensor | None = None  # (B, W, ...) state that the nodes' children need, or None
+    confidence: Tensor | None = None  # (B, W) how far the distribution can be trusted, in (0, 1], or None
 
 
 class BlockNet(DraftNet):
@@ -125,7 +119,6 @@ class BlockNet(DraftNet):
         """
 
     def level_head(self, level: int) -> Linear:
-        """Return the LM head of a level."""
         return self.read_head
 
     def level_logits(self, level: int, read: Tensor) -> Tensor:

@@ -23,17 +23,12 @@ class Calibration:
 
     With the same noise, log q + g is the best prediction only if q is p. A weaker network has a flatter q, so that the
     noise, scaled for p, would decide too much: a scale above 1 keeps drafts among the network's most likely tokens.
-
-    Attributes:
-        sharpness: 2.7 is that of a very good network (an EAGLE-1 head that agrees with its target at 0.8 of all
-            positions).
-        miss: share of positions at which none of them is the target's token.
-        scale: of log q.
     """
 
+    # 2.7 is that of a very good network (an EAGLE-1 head that agrees with its target at 0.8 of all positions)
     sharpness: float = 2.7
-    miss: float = 0.0
-    scale: float = 1.0
+    miss: float = 0.0  # share of positions at which none of them is the target's token
+    scale: float = 1.0  # factor of log q
 
     def __post_init__(self) -> None:
         if not (0 < self.sharpness < math.inf and 0 <= self.miss < 1 and 0 < self.scale < math.inf):
@@ -50,12 +45,11 @@ class Calibration:
 
     @classmethod
     def fit(cls, rivals: Tensor, hit: Tensor, scale: float = 1.0) -> Calibration:
-        """Return the maximum-likelihood calibration.
+        """Return the maximum-likelihood calibration for scores of a scale.
 
         Args:
             rivals: (R, C) best scores under the noise, descending.
             hit: (R,) which of them the target drew; -1 for none.
-            scale: of the scores.
         """
         is_hit = hit >= 0
         miss = float((~is_hit).double().mean()) if len(hit) else 0.0

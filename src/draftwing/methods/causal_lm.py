@@ -64,15 +64,7 @@ from draftwing.tree import PAD, Accepted, DraftTree
 
 
 class CausalLMDrafter(NetDrafter):
-    """Drafts with ``model``, which must share the target's tokenizer.
-
-    Args:
-        model: a ``LeanTarget``, or another object with the attributes of it that are read here.
-        calibration: how its scores become probabilities at T > 0.
-
-    Raises:
-        TokenizerError: the vocabularies differ in size (``load`` compares the tokenizers themselves).
-    """
+    """Drafts with ``model``, a ``LeanTarget`` or an object with the attributes of it that are read here."""
 
     grows_by_rule = resumes = True
 
@@ -179,16 +171,11 @@ MAX_GUESSES = 8  # tokens guessed in one pass: at most one per matched token
 
 @dataclass
 class StagedRow:
-    """The last draft of a row, and an index of its tokens.
-
-    Attributes:
-        start: the row's length at the last draft.
-        run: the tokens whose slots lie from ``start`` on.
-    """
+    """The last draft of a row, and an index of its tokens."""
 
     guesses: SuffixAutomaton
-    start: int = 0
-    run: list[int] = field(default_factory=list)
+    start: int = 0  # the row's length at the last draft
+    run: list[int] = field(default_factory=list)  # the tokens whose slots lie from ``start`` on
 
     def num_kept(self, row: Row) -> int:
         """Return the number of slots that still hold the row's tokens."""
@@ -199,22 +186,15 @@ class StagedRow:
 
 @dataclass
 class StagedDraft:
-    """A row's growing draft: the draft model's best tokens, and after each of them the likely children.
+    """A row's growing draft: the draft model's best tokens, and after each of them the likely children."""
 
-    Attributes:
-        read: slots that hold the row's tokens and the draft's.
-        fresh: the tokens to run next, ending with the newest drafted one.
-        guess: lookup's guesses, run behind them.
-        reached: probability that the whole draft is accepted.
-    """
-
-    read: int
-    fresh: list[int]
+    read: int  # slots that hold the row's tokens and the draft's
+    fresh: list[int]  # the tokens to run next, ending with the newest drafted one
     is_open: bool
     tokens: list[int] = field(default_factory=list)
     children: list[list[tuple[int, float]]] = field(default_factory=list)
-    guess: list[int] = field(default_factory=list)
-    reached: float = 1.0
+    guess: list[int] = field(default_factory=list)  # lookup's guesses, run behind them
+    reached: float = 1.0  # probability that the whole draft is accepted
 
     def extend(self, levels: Sequence[Sequence[tuple[int, float]]], depth: int) -> None:
         """Take the children after the last fresh token and after each guess, as long as guesses hold."""
@@ -343,18 +323,12 @@ HEAD_DIM = 64  # default for a new model
 
 @dataclass(frozen=True)
 class CausalLMConfig:
-    """The config of a draft model, with the fields that ``DraftNet`` reads of a ``PlainConfig``.
+    """The config of a draft model, with the fields that ``DraftNet`` reads of a ``PlainConfig``."""
 
-    Attributes:
-        shape: as the lean decoder reads it.
-        source: the contents of its ``config.json``.
-        target: the target that it was trained for.
-    """
-
-    shape: ModelConfig
-    source: Mapping[str, Any]
+    shape: ModelConfig  # as the lean decoder reads it
+    source: Mapping[str, Any]  # the contents of its ``config.json``
     calibration: Calibration = field(default_factory=Calibration)
-    target: TargetId | None = None
+    target: TargetId | None = None  # the target that it was trained for
     taps: ClassVar[tuple[int, ...]] = ()
 
     @property
@@ -375,13 +349,7 @@ def new_config(
 ) -> dict[str, Any]:
     """Return the ``config.json`` of a new Llama that drafts for a target of the shape ``like``.
 
-    Args:
-        num_layers: defaults to a quarter of the target's.
-        hidden_size: defaults to half of the target's, in whole heads.
-        num_heads: defaults to heads of 64 channels.
-
-    Raises:
-        ConfigError: heads that do not share the width evenly.
+    By default it has a quarter of the target's layers and half of its width, in heads of 64 channels.
     """
     hidden = hidden_size or max(HEAD_DIM, like.hidden_size // 2 // HEAD_DIM * HEAD_DIM)
     count = num_heads or max(1, hidden // HEAD_DIM)
@@ -420,9 +388,6 @@ class CausalLMNet(DraftNet):
     Args:
         lean: its parts, not prepacked; the net takes them over.
         files: the tokenizer's files, which are copied into every folder that the net is written to.
-
-    Raises:
-        UnsupportedError: a mixture of experts.
     """
 
     kind = "causal-lm"
@@ -516,16 +481,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
 def read_causal_lm(
     folder: Path, device: torch.device, target: TargetId | None = None, dtype: torch.dtype = torch.float32
 ) -> CausalLMNet:
-    """Read the model in a folder, to train it.
-
-    Args:
-        target: the target that it is to draft for; None skips the check.
-
-    Raises:
-        CheckpointError, ConfigError: no such folder, or one that cannot be read.
-        UnsupportedError: a family that the lean decoder does not have, or a mixture of experts.
-        TokenizerError: its tokenizer is not the target's.
-    """
+    """Read the model in a folder, to train it as a draft model of ``target`` (None: of any)."""
     folder = Path(folder)
     source = read_config(folder)
     model_type = source.get("model_type")

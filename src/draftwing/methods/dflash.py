@@ -31,19 +31,16 @@ from draftwing.models.layers import ACTIVATIONS, DecoderLayer
 from draftwing.runtime.forward import NetShape
 
 
-def dflash_taps(num_layers: int, num_taps: int = 5) -> tuple[int, ...]:
-    """Return the outputs of evenly spaced layers, from the second layer to the third from the end."""
+def dflash_taps(num_layers: int) -> tuple[int, ...]:
+    """Return the outputs of five evenly spaced layers, from the second layer to the third from the end."""
     last = max(num_layers - 3, 1)
-    layers = (1 + round(tap * (last - 1) / max(num_taps - 1, 1)) for tap in range(num_taps))
+    layers = (1 + round(tap * (last - 1) / 4) for tap in range(5))
     return tuple(dict.fromkeys(min(layer + 1, num_layers) for layer in layers))
 
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashConfig(PlainConfig):
-    """The shape of a DFlash net: ``block_size`` tokens with the pending one, and sizes of its decoder layers.
-
-    Raises ConfigError for sizes that do not go together.
-    """
+    """The shape of a DFlash net: ``block_size`` tokens with the pending one, and sizes of its decoder layers."""
 
     num_layers: int
     intermediate_size: int
@@ -155,11 +152,7 @@ class DFlashNet(BlockNet):
 class BlockAttention(Attention):
     """Attention for training: first over all features of B texts, then over C blocks of each text at once.
 
-    The block after entry i sees the features up to i, and all of itself.
-
-    Args:
-        num_rows, length: B and T.
-        entries: (C,) after which blocks start.
+    The block after entry i, one of ``entries`` (C,), sees the features up to i, and all of itself.
     """
 
     def __init__(self, net: DFlashNet, num_rows: int, length: int, entries: Tensor) -> None:

@@ -25,10 +25,7 @@ from draftwing.models.linear import Linear
 
 @dataclass(frozen=True, kw_only=True)
 class DSparkConfig(DFlashConfig):
-    """The shape of a DSpark net, whose bias by the token before has the rank S.
-
-    Raises ConfigError for a rank below 1; see also ``DFlashConfig``.
-    """
+    """The shape of a DSpark net, whose bias by the token before has the rank S."""
 
     rank: int = 256
 

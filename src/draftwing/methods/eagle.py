@@ -23,10 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwing.formats.convert import convert
 from draftwing.formats.doctor import Finding, diagnose
 from draftwing.formats.read import eagle_version, read_head
-from draftwing.formats.write import write_head
+from draftwing.formats.write import convert, write_head
 from draftwing.methods.eagle_net import EagleConfig, EagleNet, default_taps
 from draftwing.methods.method import NetMethod, NewNet
 from draftwing.methods.net import Scored
@@ -45,18 +44,14 @@ RIDGE = 1e-2  # share of the inputs' mean variance
 
 @dataclass(frozen=True)
 class _Entries:
-    """Entries of the training data.
+    """Entries of the training data."""
 
-    Attributes:
-        features: (N, F) at position i, the input of ``fc``.
-        previous, present, following: (N,) the tokens at i - 1, i and i + 1.
-        goal: (N, H) the LM head's input at i + 1, from which the target predicts the token that this entry predicts.
-    """
-
-    features: Tensor
+    features: Tensor  # (N, F) at position i, the input of ``fc``
+    # previous, present, following: (N,) the tokens at i - 1, i and i + 1
     previous: Tensor
     present: Tensor
     following: Tensor
+    # (N, H) the LM head's input at i + 1, from which the target predicts the token that this entry predicts
     goal: Tensor
 
     @classmethod
@@ -76,20 +71,15 @@ class _Entries:
 
 @torch.no_grad()
 def initialise(net: EagleNet, target_head: Linear, batches: Sequence[Scored]) -> None:
-    """Set a new network's weights.
+    """Set a new network's random weights, from about 16,000 tokens of ``batches``.
 
-    ``fc`` becomes the linear map from its inputs to the input of the target's LM head one token later, by ridge
-    regression on inputs normalised per channel: hidden states have a few channels a hundred times larger than the rest,
-    which would hide all others from a random ``fc``. The layer starts by adding little to it.
+    ``fc`` becomes the linear map from its inputs to the input of the target's LM head (not prepacked) one token later,
+    by ridge regression on inputs normalised per channel: hidden states have a few channels a hundred times larger than
+    the rest, which would hide all others from a random ``fc``. The layer starts by adding little to it.
 
     EAGLE-3's head starts as the target's, and its attention as an induction head (2209.11895): the features at a
     position encode linearly the token there and the one before it, so that a query made of an entry's last two tokens
     finds earlier entries after the same two, and copies the token that followed.
-
-    Args:
-        net: with random weights.
-        target_head: the target's LM head, not prepacked.
-        batches: about 16,000 tokens are enough.
     """
     entries = _Entries.from_batches(net, batches)
     mlp = net.layer.mlp

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from draftwing.errors import ConfigError
 from draftwing.methods.calibration import Calibration
-from draftwing.methods.net import LAYER_FIELDS, DraftNet, TargetId
+from draftwing.methods.net import LAYER_FIELDS, DraftNet, TargetId, layer_names
 from draftwing.models.attention import Attend
 from draftwing.models.config import Activation, ModelConfig, RopeConfig
 from draftwing.models.layers import DecoderLayer, RMSNorm, columns, concat
@@ -34,10 +34,7 @@ Inputs = Literal["token", "feature", "feature-unshifted", "feature-shifted"]
 
 
 def default_taps(num_layers: int) -> tuple[int, int, int]:
-    """Return EAGLE-3's low, middle and high tap: the inputs of layers 2, L // 2 and L - 3, the default of all engines.
-
-    Raises ConfigError if the target has fewer than 3 layers.
-    """
+    """Return EAGLE-3's low, middle and high tap, the default of all engines: inputs of layers 2, L // 2 and L - 3."""
     if num_layers < 3:
         raise ConfigError(
             f"EAGLE-3's usual taps need a target of 3 layers or more, found {num_layers}: give taps (from 0 to "
@@ -48,29 +45,9 @@ def default_taps(num_layers: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """The shape of an EAGLE network.
+    """The shape of an EAGLE network."""
 
-    Attributes:
-        version: 1 or 3.
-        taps: the target's hidden states that are read, counted as transformers' ``hidden_states``.
-        vocab_size, draft_vocab_size: of the target, and of this net's own head.
-        inputs: of an entry; all but ``feature-shifted`` are for the ablation.
-        fc_bias: EAGLE-1's fc has a bias.
-        norm_before_residual: the layer's residual is the normed state (some engines' variant of EAGLE-3).
-        norm_before_fc: one RMSNorm over all taps together before fc.
-        fc_norm, norm_output: EAGLE-3.1: an RMSNorm for each tap; the normed state is what is fed back.
-        num_layers: decoder layers; the first is the widened one, the others are plain.
-        qkv_bias: queries, keys and values of every layer have biases.
-        target_hidden_size: width of the target's features in EAGLE-3 if it is not ``hidden_size``.
-        own_embedding: the network has its own token embedding instead of the target's.
-        calibration: converts scores to probabilities at T > 0.
-        target: the target it was trained for; None in other projects' heads that do not name it.
-
-    Raises:
-        ConfigError: values that do not go together.
-    """
-
-    version: int
+    version: int  # 1 or 3
     hidden_size: int
     intermediate_size: int
     num_heads: int
@@ -80,21 +57,23 @@ class EagleConfig:
     activation: Activation
     rope: RopeConfig
     max_position_embeddings: int
+    # vocab_size, draft_vocab_size: of the target, and of this net's own head
     vocab_size: int
     draft_vocab_size: int
-    taps: tuple[int, ...]
-    inputs: Inputs = "feature-shifted"
-    fc_bias: bool = False
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
+    taps: tuple[int, ...]  # the target's hidden states that are read, counted as transformers' ``hidden_states``
+    inputs: Inputs = "feature-shifted"  # inputs of an entry; all but ``feature-shifted`` are for the ablation
+    fc_bias: bool = False  # EAGLE-1's fc has a bias
+    norm_before_residual: bool = False  # the layer's residual is the normed state (some engines' variant of EAGLE-3)
+    norm_before_fc: bool = False  # one RMSNorm over all taps together before fc
+    # fc_norm, norm_output: EAGLE-3.1: an RMSNorm for each tap; the normed state is what is fed back
     fc_norm: bool = False
     norm_output: bool = False
-    num_layers: int = 1
-    qkv_bias: bool = False
-    target_hidden_size: int | None = None
-    own_embedding: bool = False
-    calibration: Calibration = field(default_factory=Calibration)
-    target: TargetId | None = None
+    num_layers: int = 1  # decoder layers; the first is the widened one, the others are plain
+    qkv_bias: bool = False  # queries, keys and values of every layer have biases
+    target_hidden_size: int | None = None  # width of the target's features in EAGLE-3 if it is not ``hidden_size``
+    own_embedding: bool = False  # the network has its own token embedding instead of the target's
+    calibration: Calibration = field(default_factory=Calibration)  # converts scores to probabilities at T > 0
+    target: TargetId | None = None  # the target it was trained for; None in other projects' heads that do not name it
 
     def __post_init__(self) -> None:
         if self.version not in (1, 3):
@@ -128,11 +107,7 @@ class EagleConfig:
     ) -> EagleConfig:
         """Return the usual config for a target of the shape ``like``: one layer of that shape, the default taps.
 
-        Args:
-            changes: any other field, such as ``inputs`` or ``fc_norm``.
-
-        Raises:
-            ConfigError: EAGLE-3's default taps for a target of fewer than 3 layers.
+        ``changes`` are any other fields, such as ``inputs`` or ``fc_norm``.
         """
         shape = {name: getattr(like, name) for name in (*LAYER_FIELDS, "max_position_embeddings")}
         shape["draft_vocab_size"] = (draft_vocab_size if version == 3 else None) or like.vocab_size
@@ -171,7 +146,6 @@ class _Place:
 
 
 def tensor_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of a head."""
     return {name: place.shape for name, place in _places(config).items()}
 
 
@@ -208,17 +182,15 @@ def _layer_places(config: EagleConfig, name: str, path: str, width: int) -> dict
     """Return the places of a decoder layer whose attention reads ``width`` numbers, without its input norm."""
     hidden, inner = config.hidden_size, config.intermediate_size
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    places = {
-        f"{name}.self_attn.o_proj.weight": _Place(f"{path}.out.weight", (hidden, query)),
-        f"{name}.mlp.gate_proj.weight": _Place(f"{path}.mlp.gate_up.weight", (inner, hidden)),
-        f"{name}.mlp.up_proj.weight": _Place(f"{path}.mlp.gate_up.weight", (inner, hidden), inner),
-        f"{name}.mlp.down_proj.weight": _Place(f"{path}.mlp.down.weight", (hidden, inner)),
-        f"{name}.post_attention_layernorm.weight": _Place(f"{path}.post_norm.weight", (hidden,)),
-    }
-    for part, rows, start in (("q", query, 0), ("k", key, query), ("v", key, query + key)):
-        places[f"{name}.self_attn.{part}_proj.weight"] = _Place(f"{path}.qkv.weight", (rows, width), start)
-        if config.qkv_bias:
-            places[f"{name}.self_attn.{part}_proj.bias"] = _Place(f"{path}.qkv.bias", (rows,), start)
+    rows = {"out": [hidden], "mlp.gate_up": [inner, inner], "mlp.down": [hidden], "qkv": [query, key, key]}
+    widths = {"out": query, "mlp.down": inner, "qkv": width}
+    places = {f"{name}.post_attention_layernorm.weight": _Place(f"{path}.post_norm.weight", (hidden,))}
+    for module, sizes in rows.items():
+        for number, (part, size) in enumerate(zip(layer_names()[module], sizes, strict=True)):
+            shape, start = (size, widths.get(module, hidden)), sum(sizes[:number])
+            places[f"{name}.{part}.weight"] = _Place(f"{path}.{module}.weight", shape, start)
+            if module == "qkv" and config.qkv_bias:
+                places[f"{name}.{part}.bias"] = _Place(f"{path}.{module}.bias", (size,), start)
     return places
 
 
@@ -226,13 +198,7 @@ def _layer_places(config: EagleConfig, name: str, path: str, width: int) -> dict
 
 
 class EagleNet(DraftNet):
-    """An EAGLE-1 or EAGLE-3 network; see ``DraftNet`` for its arguments.
-
-    EAGLE-1 needs the target's LM head, EAGLE-3 has its own. With ``own_embedding``, the target's is its start.
-
-    Raises:
-        ConfigError: embedding, head or ids that do not fit ``config``.
-    """
+    """An EAGLE-1 or EAGLE-3 network; see ``DraftNet``. With its own embedding, it starts from the target's."""
 
     config: EagleConfig
 

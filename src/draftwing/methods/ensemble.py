@@ -37,10 +37,7 @@ from draftwing.tree import PAD, Accepted, DraftTree, GrowthRule
 
 
 def proposals(tree: DraftTree) -> list[ListTree]:
-    """Return the rows of a batch of trees, without unused nodes.
-
-    Without node probabilities, use those of the paths, or UNKNOWN_PROB.
-    """
+    """Return the rows of a batch of trees, with probabilities from those of the paths, or UNKNOWN_PROB, if needed."""
     probs, confidence = (None if values is None else values.tolist() for values in (tree.node_probs, tree.confidence))
     rows = []
     for row, (tokens, parents) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
@@ -61,12 +58,7 @@ def proposals(tree: DraftTree) -> list[ListTree]:
 
 
 class Offer:
-    """The proposals of one drafter in one step. A tree becomes lists only when these are needed, which is rare.
-
-    Attributes:
-        tree: None if the drafter listed its proposals.
-        is_used: some of it may be verified.
-    """
+    """The proposals of one drafter in one step. A tree becomes lists only when these are needed, which is rare."""
 
     def __init__(self, proposed: DraftTree | list[ListTree]) -> None:
         self.tree: DraftTree | None = None
@@ -105,22 +97,18 @@ def follow(proposal: ListTree | Union, tokens: Sequence[int]) -> list[int]:
 
 @dataclass
 class Union:
-    """The union of the paths of several proposals, parents before their children.
-
-    Attributes:
-        given_probs: for each node the probability that each of its drafters gave it; empty for the root.
-        child_proposers: for each node a bit mask of the drafters that proposed any child of it.
-        chances: probability of each node given its parent, from all drafters together; 1 for the root.
-        reached: probability of each node's path.
-    """
+    """The union of the paths of several proposals, parents before their children."""
 
     tokens: list[int]
     parents: list[int] = field(default_factory=lambda: [-1])
     depths: list[int] = field(default_factory=lambda: [0])
+    # for each node the probability that each of its drafters gave it; empty for the root
     given_probs: list[dict[int, float]] = field(default_factory=lambda: [{}])
+    # for each node a bit mask of the drafters that proposed any child of it
     child_proposers: list[int] = field(default_factory=lambda: [0])
+    # probability of each node given its parent, from all drafters together; 1 for the root
     chances: list[float] = field(default_factory=lambda: [1.0])
-    reached: list[float] = field(default_factory=lambda: [1.0])
+    reached: list[float] = field(default_factory=lambda: [1.0])  # probability of each node's path
 
     def proposers(self, node: int) -> int:
         """Return a bit mask of the drafters that proposed a node."""
@@ -236,11 +224,7 @@ def kept_tokens(tree: DraftTree, accepted: Accepted) -> list[list[int]]:
 
 
 def part_path(proposed: Sequence[ListTree], kept: Sequence[Sequence[int]], like: Tensor) -> Tensor:
-    """Return the nodes (B, D + 1) of the ``kept`` tokens in one drafter's numbering, as far as proposed, then PAD.
-
-    Args:
-        like: the same in the numbering of the whole tree.
-    """
+    """Return the nodes of the ``kept`` tokens as one drafter numbers them, then PAD, in the shape of ``like``."""
     paths, width = [follow(row, tokens) for row, tokens in zip(proposed, kept, strict=True)], like.shape[1]
     return torch.tensor([[*path, *[PAD] * (width - len(path))] for path in paths], device=like.device)
 
@@ -259,15 +243,11 @@ MIN_PATIENCE, MAX_PATIENCE = 4, 64  # refusals after which a drafter is asked an
 
 
 class RateTable:
-    """How often nodes of a given probability and depth are accepted.
-
-    Attributes:
-        pending: probability, depth (from 1) and outcome of nodes whose parents were accepted, not learned from yet.
-        lines: knots and rates of a ``GrowthRule``.
-    """
+    """How often nodes of a given probability and depth are accepted."""
 
     def __init__(self) -> None:
         self._acceptance, self._num_seen = Acceptance(), 0
+        # Probability, depth (from 1) and outcome of nodes whose parents were accepted, not learned from yet.
         self.pending: list[tuple[float, int, bool]] = []
         self.lines = self._acceptance.tables()
         self.rates = AcceptRates(*self.lines)
@@ -296,10 +276,6 @@ class DraftCalibration:
     A drafter's probability is calibrated by the outcomes of its earlier ones. If several drafters proposed children of
     a node, their probabilities of one token are combined as independent, and the result is calibrated by the outcomes
     for the same proposers of the node and of its siblings.
-
-    Attributes:
-        tables, shared: calibration by drafter, and by (proposers of a node, proposers of its parent's children).
-        asking: for each drafter, when to ask it.
     """
 
     def __init__(self, num_drafters: int) -> None:
@@ -322,7 +298,6 @@ class DraftCalibration:
         return self._num_steps <= LEARN_ALL_STEPS or self._num_steps % LEARN_EVERY == 0
 
     def calibrated(self, drafter: int, rule: GrowthRule) -> GrowthRule:
-        """Return ``rule`` with the calibration of one drafter."""
         knots, rates = self.tables[drafter].lines
         return replace(rule, knots=knots, rates=rates)
 
@@ -349,13 +324,7 @@ class DraftCalibration:
         return 1 - wrong
 
     def learn(self, proposed: Sequence[ListTree], union: Union | None, emitted: Sequence[int]) -> None:
-        """Learn from the outcome of one row's proposals.
-
-        Args:
-            proposed: by drafter; a lone root if it proposed nothing.
-            union: of all proposals, if there are several.
-            emitted: the tokens that the request emitted after the root.
-        """
+        """Learn from the tokens that a request emitted after the root: of each proposal, and of their union."""
         with self._lock:
             for table, proposal in zip(self.tables, proposed, strict=True):
                 for node, depth, is_right in outcomes(proposal, emitted):
@@ -376,22 +345,16 @@ class DraftCalibration:
 
 @dataclass
 class Proposed:
-    """The proposals of a step, until the tokens it emitted are known.
+    """The proposals of a step, until the tokens it emitted are known."""
 
-    Attributes:
-        rows, starts: the rows, and their lengths before the step.
-        offers: by drafter.
-        unions: for each row; None if only one drafter proposed something.
-        expected: for each drafter that was asked and costs forwards, by row the tokens expected from those before it.
-        names: of the drafters; nothing is learned about one that a request did not choose.
-    """
-
+    # rows, starts: the rows, and their lengths before the step
     rows: Sequence[Row]
     starts: Sequence[int]
-    offers: Sequence[Offer]
-    unions: Sequence[Union | None]
+    offers: Sequence[Offer]  # by drafter
+    unions: Sequence[Union | None]  # for each row; None if only one drafter proposed something
+    # for each drafter that was asked and costs forwards, by row the tokens expected from those before it
     expected: Mapping[int, Sequence[float]]
-    names: Sequence[str] = ()
+    names: Sequence[str] = ()  # names of the drafters; nothing is learned about one that a request did not choose
 
     def learn(self, calibration: DraftCalibration, *, whole: bool) -> None:
         """Learn from the tokens emitted since: what each drafter added and, if ``whole``, every node."""
@@ -438,10 +401,7 @@ class Asking:
     def is_worth_it(self, expected: Sequence[float], nodes: int, rule: GrowthRule) -> bool:
         """Return True if the drafter should be asked in the next step.
 
-        Args:
-            expected: for each row, tokens expected from the others.
-            nodes: nodes of each row that would be verified without it, excluding the root.
-            rule: the value of tokens and the cost of nodes.
+        The others are expected to give ``expected`` tokens by row, for which ``nodes`` of each row would be verified.
         """
         bins = [_bin(tokens) for tokens in expected]
         times, forwards = self.forwards_by_rows.get(len(bins), (0, 0.0))
@@ -470,7 +430,6 @@ class Asking:
         return math.sqrt(scatter / self.num_answers[place]) + DOUBT_TOKENS / self.num_answers[place]
 
     def add_time(self, rows: int, seconds: float, rule: GrowthRule) -> None:
-        """Record the time of a draft."""
         forwards = seconds / float(rule.verify[1])
         times, average = self.forwards_by_rows.get(rows, (0, forwards))
         if times < MIN_ANSWERS:  # the first drafts are slow: take the fastest
@@ -500,10 +459,9 @@ MIN_COPY_DEPTH = 16  # tokens to draft at least if drafting takes no forwards
 
 
 class CombinedDrafter(Drafter):
-    """Drafts with all of its ``parts``.
+    """Drafts with all of its ``parts``; those that cost no forwards are asked first.
 
     Args:
-        parts: drafters; those that cost no forwards are asked first.
         calibration: of their probabilities, in the order of ``self.parts``; shared by all decode loops of a model.
         names: by which a request chooses among them; None: their own.
     """

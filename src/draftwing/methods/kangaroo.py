@@ -35,10 +35,7 @@ EXIT_LAYERS = 2  # layers of the target that draft: the paper's choice for 7B (i
 
 @dataclass(frozen=True)
 class KangarooConfig(PlainConfig):
-    """The shape of an adapter, whose attention is as wide as the target's. Its one tap is E.
-
-    Raises ConfigError for more than one tap, or invalid head counts.
-    """
+    """The shape of an adapter, whose attention is as wide as the target's. Its one tap is E."""
 
     num_heads: int = 1
     num_kv_heads: int = 1
@@ -130,12 +127,7 @@ class ShallowModel:
 
 
 class KangarooDrafter(CausalLMDrafter):
-    """Drafts with ``adapter`` behind the first layers of ``target``.
-
-    Raises:
-        ConfigError: the adapter reads a layer that the target lacks, or has other heads or another vocabulary.
-        UnsupportedError: a target that runs on transformers.
-    """
+    """Drafts with ``adapter`` behind the first layers of ``target``."""
 
     def __init__(self, adapter: KangarooNet, target: Target, name: str = "", identity: str = "") -> None:
         lean, config = lean_target(target, "a Kangaroo adapter"), adapter.config

@@ -100,10 +100,7 @@ class LayerSet:
     tuning: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        """Write a folder atomically; replaces an older set in it.
-
-        Raises CheckpointError if the folder cannot be written, or holds another model.
-        """
+        """Write a folder atomically; replaces an older set in it, but no other model."""
         check_destination(folder)
         block = {
             "format": FORMAT,
@@ -119,12 +116,6 @@ class LayerSet:
 
     @classmethod
     def read(cls, folder: Path) -> LayerSet:
-        """Read a folder.
-
-        Raises:
-            CheckpointError: it cannot be read, or was written by another version.
-            ConfigError: it holds something else, or layers that the target does not have.
-        """
         block, place = read_config(folder).get("draftwing"), f"{Path(folder) / 'config.json'}: draftwing"
         if not isinstance(block, dict) or block.get("kind") != LAYERS:
             raise ConfigError(

@@ -56,16 +56,11 @@ class NGramPool:
 
 @dataclass
 class LookaheadWindow:
-    """A request's window and pool.
-
-    Attributes:
-        levels: the window's rows, W tokens each; first one, later N - 1.
-        start: the absolute position of the first token of the first row.
-    """
+    """A request's window and pool."""
 
     pool: NGramPool
-    levels: list[list[int]] = field(default_factory=list)
-    start: int = 0
+    levels: list[list[int]] = field(default_factory=list)  # the window's rows, W tokens each; first one, later N - 1
+    start: int = 0  # the absolute position of the first token of the first row
 
     def move(self, row: Row, width: int) -> None:
         """Start after the pending token: drop columns that the sequence has overtaken, and add new ones."""
@@ -103,9 +98,6 @@ class LookaheadDrafter(Drafter):
         window: columns of the window, W.
         ngram: tokens of an n-gram, N.
         guesses: n-grams that are verified at a time, G.
-
-    Attributes:
-        windows: by row.
     """
 
     name = "lookahead"

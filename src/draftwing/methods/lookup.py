@@ -139,11 +139,9 @@ class SuffixAutomaton:
 
         The longest match comes first, then shorter ones; for each, the continuation of its latest recorded earlier
         occurrence, then that of its first one. None is a prefix of another: a path that repeats the beginning of a
-        chosen one is dropped, and one that extends a path cut by the sequence's end replaces it. At most the 64
-        longest distinct matches are considered.
-
-        Returns:
-            At most ``max_branches`` pairs of a match's length and the 1 to ``max_tokens`` token ids that followed it.
+        chosen one is dropped, and one that extends a path cut by the sequence's end replaces it. Returns at most
+        ``max_branches`` pairs of a match's length and the 1 to ``max_tokens`` token ids that followed it, of at most
+        the 64 longest distinct matches.
         """
         chosen: list[tuple[int, list[int]]] = []
         if max_tokens == 0 or max_branches == 0:
@@ -162,11 +160,9 @@ class SuffixAutomaton:
     def after(self, extra: Sequence[int], max_tokens: int, min_match: int = 1) -> tuple[int, list[int]]:
         """Return the continuation of the longest suffix of the sequence plus ``extra`` that occurred in the sequence.
 
-        Nothing is appended: ``extra`` may turn out to be wrong.
-
-        Returns:
-            The match's length and the 1 to ``max_tokens`` token ids after its latest recorded occurrence; ``(0, [])``
-            if nothing follows any match of at least ``min_match`` tokens.
+        Nothing is appended: ``extra`` may turn out to be wrong. Returns the match's length and the 1 to ``max_tokens``
+        token ids after its latest recorded occurrence; ``(0, [])`` if nothing follows any match of at least
+        ``min_match`` tokens.
         """
         state = self._link[self._last] if self._last else 0
         length = self._length[state]
@@ -202,10 +198,7 @@ def _choose(chosen: list[tuple[int, list[int]]], length: int, path: list[int], m
 
 
 def merge_paths(root: int, paths: Sequence[Sequence[int]], max_nodes: int) -> tuple[list[int], list[int], list[int]]:
-    """Merge continuations of ``root`` into a tree, the first paths first.
-
-    Path 0 gets its nodes, then path 1 those that it does not share with path 0, and so on up to ``max_nodes`` nodes,
-    the root included.
+    """Merge continuations of ``root`` into a tree of at most ``max_nodes`` nodes, the first paths first.
 
     Returns:
         ``(tokens, parents, sources)`` of all nodes: the token, the index of the parent, which is below the node's own,
@@ -237,10 +230,7 @@ def node_depths(parents: Sequence[int]) -> list[int]:
 
 
 def to_draft_tree(rows: Sequence[ListTree], device: torch.device, certain_of: int | None = None) -> DraftTree:
-    """Return the rows' trees as one ``DraftTree``.
-
-    ``certain_of`` is V if an acceptance rule needs q: each node is certain of its only child.
-    """
+    """Return the rows' trees as one ``DraftTree``; if q is needed (over ``certain_of`` tokens), it is certain."""
     tree = DraftTree.from_lists([row.tokens for row in rows], [row.parents for row in rows], device)
     probs = pad_sequence([torch.tensor(row.node_probs) for row in rows], batch_first=True).to(device)
     is_line = all(row.parents == [*range(-1, len(row.parents) - 1)] for row in rows)
@@ -255,10 +245,7 @@ def to_draft_tree(rows: Sequence[ListTree], device: torch.device, certain_of: in
 class ListDrafter(Drafter):
     """A drafter that looks its drafts up: no network, no features, and trees that start as lists.
 
-    It has a suffix automaton per row, over prompt and output.
-
-    Args:
-        vocab_size: V, for the draft distribution that the classic rules need (certain of its one proposal).
+    It has a suffix automaton per row, over prompt and output. The classic rules need V, the size of q.
     """
 
     costs_forwards = False
@@ -297,8 +284,7 @@ class ListDrafter(Drafter):
 class LookupDrafter(ListDrafter):
     """Matches the longest suffix of prompt and output that occurred before, and proposes what followed.
 
-    Args:
-        min_match: the shortest suffix worth proposing from.
+    Suffixes have at least ``min_match`` tokens.
     """
 
     name = "lookup"

@@ -179,10 +179,7 @@ def snapkv_slots(watched: Tensor, count: int, pool: int, grain: int = 1) -> Tens
 
 
 class SelfDrafter(NetDrafter):
-    """Drafts with the target through the slots that ``policy`` chooses.
-
-    Raises UnsupportedError if the target does not run on the lean decoder.
-    """
+    """Drafts with the target, which must run on the lean decoder, through the slots that ``policy`` chooses."""
 
     grows_by_rule = True
 

@@ -37,6 +37,7 @@ from draftwing.formats.doctor import Finding
 from draftwing.formats.identity import target_id_of_folder
 from draftwing.formats.plain import DRAFT_IDS, PlainHead, check_ids, load_plain, own_block, save_plain
 from draftwing.formats.read import read_pickled, read_tensors
+from draftwing.formats.settings import is_medusa
 from draftwing.formats.write import write_folder
 from draftwing.methods.block import BlockMethod, BlockNet, Guess
 from draftwing.methods.net import DraftNet, PlainConfig, TargetId
@@ -49,10 +50,7 @@ MAX_HEADS = 64  # heads, and layers of each: more is a mistake in a config
 
 @dataclass(frozen=True)
 class HeadsConfig(PlainConfig):
-    """The shape of heads on the target's last hidden state, Medusa's or Hydra's: K heads of ``num_layers`` each.
-
-    Raises ConfigError for several taps, or a count outside 1 to ``MAX_HEADS``.
-    """
+    """The shape of heads on the target's last hidden state, Medusa's or Hydra's: K heads of ``num_layers`` each."""
 
     num_heads: int = 5
     num_layers: int = 1
@@ -73,15 +71,10 @@ class HeadsConfig(PlainConfig):
 
 @dataclass(frozen=True)
 class MedusaConfig(HeadsConfig):
-    """The shape of a Medusa net: ``num_heads`` heads of ``num_layers`` residual blocks.
+    """The shape of a Medusa net: ``num_heads`` heads of ``num_layers`` residual blocks."""
 
-    Attributes:
-        has_bias: the residual blocks have biases.
-        own_heads: every head has its own LM head; False: all use the target's.
-    """
-
-    has_bias: bool = True
-    own_heads: bool = True
+    has_bias: bool = True  # the residual blocks have biases
+    own_heads: bool = True  # every head has its own LM head; False: all use the target's
 
 
 class MedusaNet(BlockNet):
@@ -163,21 +156,8 @@ _NAMES = tuple(
 _NO_ROPE = RopeConfig("default", 10000.0, 2, 2, 1 << 20)  # the heads have no attention
 
 
-def is_medusa(config: Mapping[str, Any]) -> bool:
-    """Return True if a ``config.json`` describes a Medusa head, in any layout."""
-    block = config.get("draftwing")
-    if isinstance(block, dict):
-        return block.get("kind") == "medusa"
-    return config.get("model_type") == "medusa" or "medusa_num_heads" in config
-
-
 def load_medusa(folder: Path, target: TargetId | None = None) -> PlainHead:
-    """Read a head in any layout; ``target`` is its target, for layouts that do not name it.
-
-    Raises:
-        CheckpointError: weights that are missing, damaged, of unknown names or shapes, or of another target.
-        ConfigError: an invalid config, or no target named and none given.
-    """
+    """Read a head in any layout; ``target`` is its target, for layouts that do not name it."""
     config, where = read_config(folder), str(folder)
     stored = read_pickled(folder / PICKLE) if (folder / PICKLE).exists() else read_tensors(folder)
     tensors = {}

@@ -77,45 +77,28 @@ def _learning_share(value: Any) -> float:
 
 @dataclass(frozen=True)
 class Source:
-    """The arguments of ``DraftMethod.new_drafter``.
+    """The arguments of ``DraftMethod.new_drafter``."""
 
-    Attributes:
-        target: the model to draft for.
-        tokenizer: the target's; None if unknown.
-        name: the draft as the user wrote it.
-        folder: of the draft, if it has one.
-        device: returns the device of a draft model; a head is on the target's device.
-        options: the user's ``draft_options`` for this method, checked.
-    """
-
-    target: Target
-    tokenizer: Tokenizer | None
-    name: str
-    folder: Path
-    device: Callable[[], torch.device]
-    options: Mapping[str, Any]
+    target: Target  # the model to draft for
+    tokenizer: Tokenizer | None  # the target's; None if unknown
+    name: str  # the draft as the user wrote it
+    folder: Path  # the draft's folder, if it has one
+    device: Callable[[], torch.device]  # returns the device of a draft model; a head is on the target's device
+    options: Mapping[str, Any]  # the user's ``draft_options`` for this method, checked
 
 
 @dataclass(frozen=True)
 class NewNet:
-    """The arguments of ``NetMethod.new``.
+    """The arguments of ``NetMethod.new``."""
 
-    Attributes:
-        like, target, folder: the target's shape, identity and folder.
-        taps: the target's hidden states to read.
-        embedding, head: the target's, not prepacked.
-        target_ids: (V_draft,) ascending, or None for the whole vocabulary.
-        settings: the training options named in ``NetMethod.settings``.
-    """
-
-    like: ModelConfig
-    taps: tuple[int, ...]
+    like: ModelConfig  # the target's shape
+    taps: tuple[int, ...]  # the target's hidden states to read
     target: TargetId
-    embedding: Tensor
+    embedding: Tensor  # the target's, not prepacked, like ``head``
     head: Linear
-    target_ids: Tensor | None
-    settings: Mapping[str, Any]
-    folder: Path = Path()
+    target_ids: Tensor | None  # (V_draft,) ascending, or None for the whole vocabulary
+    settings: Mapping[str, Any]  # the training options named in ``NetMethod.settings``
+    folder: Path = Path()  # the target's
 
 
 class DraftMethod:
@@ -234,7 +217,7 @@ class NetMethod(DraftMethod):
         save_plain(folder, PlainHead.from_net(net, training))
 
     def convert(self, source: Path, destination: Path, to: str, **options: Any) -> None:
-        """Write a head in another layout; see ``formats.convert.convert`` for the options."""
+        """Write a head in another layout; see ``formats.write.convert`` for the options."""
         if to != "draftwing":
             raise ConfigError(f"unknown head layout {to!r}: a {self.name} head is written as draftwing alone")
         save_plain(destination, self.read_head(source, options.get("target")))

@@ -55,30 +55,21 @@ from draftwing.tree import PAD, Accepted, DraftTree
 
 @dataclass(frozen=True, kw_only=True)
 class MtpConfig(PlainConfig):
-    """The shape of a chain of modules, which reads one tap: the target's last hidden state.
+    """The shape of a chain of modules, which reads one tap: the target's last hidden state."""
 
-    Attributes:
-        num_modules: D of the paper.
-        qkv_bias, o_bias, mlp_bias: the decoder layers' matrices have biases.
-        qk_norm: each head's queries and keys are normed.
-        window: the sliding window of the decoder layers, or None.
-
-    Raises:
-        ConfigError: values that do not go together.
-    """
-
-    num_modules: int
+    num_modules: int  # D of the paper
     intermediate_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
     activation: Activation
+    # qkv_bias, o_bias, mlp_bias: the decoder layers' matrices have biases
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
-    window: int | None = None
+    qk_norm: bool = False  # each head's queries and keys are normed
+    window: int | None = None  # the sliding window of the decoder layers, or None
     like_target: ClassVar = (*LAYER_FIELDS, "qkv_bias", "o_bias", "mlp_bias", "qk_norm")
     has_one_tap: ClassVar = True
 
@@ -101,11 +92,7 @@ class MtpModule(nn.Module):
 class MtpNet(DraftNet):
     """A chain of modules over the target's embedding and LM head. Its first arguments are ``DraftNet``'s.
 
-    Args:
-        chain: the modules; new ones unless given. ``forward`` runs the first, on its own states after its first step.
-
-    Raises:
-        ConfigError: an embedding of another size than the config's, or no LM head.
+    ``chain`` are the modules, else new ones. ``forward`` runs the first, on its own states after its first step.
     """
 
     kind = "mtp"
@@ -135,7 +122,6 @@ class MtpNet(DraftNet):
 
     @property
     def modules_in_order(self) -> list[MtpModule]:
-        """The chain, typed."""
         return [cast(MtpModule, module) for module in self.chain]
 
     def forward(self, ids: Any, states: Any, attend: Attend) -> tuple[Any, Any]:
@@ -208,13 +194,7 @@ def read_modules(
     target: TargetId | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> MtpNet:
-    """Read the modules in a target's folder.
-
-    Raises:
-        CheckpointError: no modules in the checkpoint, or ones with missing tensors, other shapes or NaN.
-        ConfigError: an invalid config.
-        UnsupportedError: decoder layers that Draftwing does not have: experts, latent attention, gates.
-    """
+    """Read the modules in a target's folder."""
     folder = Path(folder)
     config, where = read_config(folder), str(folder / "config.json")
     with open_weights(folder) as files:
@@ -279,13 +259,10 @@ def _check_modules(config: Mapping[str, Any], names: MtpNames, used: set[str], f
 
 
 class ChainDrafter(EagleDrafter):
-    """Drafts with several modules: each token by the module trained for it, later ones by the last on its own states.
+    """Drafts with several modules (``parts``): each token by the module trained for it, later ones by the last.
 
     Each module has its own KV slots. Entry i of module k pairs the state that the module before left at i with the
     token at i + k, so the root, whose token is the pending one, lies k - 1 slots earlier than in the first module's.
-
-    Args:
-        parts: a net of each module, in order.
     """
 
     resumes = False  # a module continues from states that no slot keeps

@@ -74,28 +74,19 @@ class PlainConfig:
 
     A subclass is a frozen dataclass too; its fields are numbers, strings, tuples of them, or such dataclasses.
 
-    Attributes:
-        taps: the target's hidden states that are read, counted as transformers' ``hidden_states``.
-        vocab_size: of the target.
-        hidden_size: of the target, and of a state.
-        rope: the rotation of its positions; unused without attention.
-        calibration: converts scores to probabilities at T > 0.
-        target: the target it was trained for.
-        like_target: fields that ``for_target`` copies from the target's ``ModelConfig``.
-        has_one_tap: the network reads a single hidden state.
-
     Raises:
         ConfigError: no taps, a size below 1, or heads that do not go together.
     """
 
-    taps: tuple[int, ...]
-    vocab_size: int
-    hidden_size: int
-    rope: RopeConfig
-    calibration: Calibration = field(default_factory=Calibration)
-    target: TargetId | None = None
+    taps: tuple[int, ...]  # the target's hidden states that are read, counted as transformers' ``hidden_states``
+    vocab_size: int  # the target's
+    hidden_size: int  # width of the target, and of a state
+    rope: RopeConfig  # the rotation of its positions; unused without attention
+    calibration: Calibration = field(default_factory=Calibration)  # converts scores to probabilities at T > 0
+    target: TargetId | None = None  # the target it was trained for
+    # fields that ``for_target`` copies from the target's ``ModelConfig``
     like_target: ClassVar[tuple[str, ...]] = ("vocab_size", "hidden_size", "rope")
-    has_one_tap: ClassVar[bool] = False
+    has_one_tap: ClassVar[bool] = False  # the network reads a single hidden state
 
     def __post_init__(self) -> None:
         if not self.taps or min(self.taps) < 0:
@@ -285,7 +276,6 @@ class DraftNet(nn.Module, ABC):
 
     @property
     def rotary(self) -> Rotary:
-        """The rotation of its positions."""
         key = self.dtype, self.device
         if self._rotary is None or self._rotary[0] != key:  # the net was moved
             self._rotary = key, Rotary(self.config.rope, *key)

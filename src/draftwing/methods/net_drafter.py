@@ -30,13 +30,9 @@ from draftwing.tree import Accepted, DraftTree
 
 
 class NetDrafter(Drafter):
-    """Splits ``propose`` into a request, the draft, and the drafter's use of the result.
+    """Splits ``propose`` into a request, the draft, and the drafter's use of the result."""
 
-    Attributes:
-        runner: runs the network over its KV slots.
-    """
-
-    runner: Runner
+    runner: Runner  # runs the network over its KV slots
     is_one_request = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -113,14 +109,7 @@ class PendingFeatures:
 
 
 class EagleDrafter(NetDrafter):
-    """Drafts with ``net`` for ``target``.
-
-    Args:
-        identity: distinguishes the head from others in cached measurements.
-
-    Raises:
-        ConfigError: the net reads features that the target does not have.
-    """
+    """Drafts with ``net`` for ``target``; ``identity`` distinguishes the head from others in cached measurements."""
 
     grows_by_rule = resumes = True
 

@@ -93,19 +93,12 @@ def feature_loss(states: Tensor, features: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss for one entry: ``feature_weight * feature_loss + sum of weight * divergence``.
+    """A loss for one entry: ``feature_weight * feature_loss + sum of weight * divergence``."""
 
-    Attributes:
-        divergences: (weight, function) of p and q.
-        feature_weight: of the regression onto the target's features; 0 for none.
-        decay: weight of step s is ``decay ** s``.
-        of_text: the divergences compare with the data's next token instead of p.
-    """
-
-    divergences: tuple[tuple[float, Divergence], ...]
-    feature_weight: float = 0.0
-    decay: float = 1.0
-    of_text: bool = False
+    divergences: tuple[tuple[float, Divergence], ...]  # (weight, function) of p and q
+    feature_weight: float = 0.0  # weight of the regression onto the target's features; 0 for none
+    decay: float = 1.0  # weight of step s is ``decay ** s``
+    of_text: bool = False  # the divergences compare with the data's next token instead of p
 
     def divergence(self, logits: Tensor, probs: Tensor) -> Tensor:
         """(R, V), (R, V) -> (R,)."""
@@ -124,19 +117,12 @@ class StepSums:
 
 @dataclass(frozen=True, eq=False)
 class StepGuesses:
-    """The guesses of one step, for the token at i + 2 + ``index`` after entry i.
+    """The guesses of one step, for the token at i + 2 + ``index`` after entry i."""
 
-    Attributes:
-        index: of the step, from 0.
-        entries: (C,) entries of every row.
-        read: (B * C, H) the LM head's input.
-        weight: (V, H) the LM head's matrix, if each step has another.
-    """
-
-    index: int
-    entries: Tensor
-    read: Tensor
-    weight: Tensor | None = None
+    index: int  # number of the step, from 0
+    entries: Tensor  # (C,) entries of every row
+    read: Tensor  # (B * C, H) the LM head's input
+    weight: Tensor | None = None  # (V, H) the LM head's matrix, if each step has another
 
 
 OBJECTIVES: dict[str, Objective] = {
@@ -172,14 +158,7 @@ def objective_named(name: object) -> Objective:
 
 
 class TruthLike(Protocol):
-    """The target's predictions for a batch: ``train.loss.Truth``.
-
-    Attributes:
-        probs: (B * T, V) p.
-        best: (B, T) the target's best tokens.
-        last: (B * T, H) the hidden states that EAGLE-1 predicts.
-        after: (B * T, 1) the data's next tokens.
-    """
+    """The target's predictions for a batch; see ``train.loss.Truth``."""
 
     @property
     def probs(self) -> Tensor: ...
@@ -203,9 +182,6 @@ class DraftLoss(nn.Module):
         noise: width of the uniform noise that is added to the target's features in training.
         later_share: share of the entries that are trained after the first step.
         target_ids: tokens that the loss looks at if the network has no draft vocabulary; None for all.
-
-    Raises:
-        ConfigError: options that the network cannot be trained with (``check``).
     """
 
     def __init__(
@@ -238,11 +214,7 @@ class DraftLoss(nn.Module):
             )
 
     def forward(self, scored: Scored, truth: TruthLike, *, agreement: bool = False) -> list[StepSums]:
-        """Return the sums of every step.
-
-        Args:
-            agreement: also count how often the network's best token is the target's.
-        """
+        """Return the sums of every step; with ``agreement``, also how often the best token is the target's."""
         dtype, shared_weight = product_dtype(scored.features, self.net.dtype), self.narrow(self.net.head_weight)
         sums = []
         for step in self.steps(scored, self.num_steps):
@@ -354,19 +326,15 @@ def product_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
 def head_loss(
     read: Tensor, weight: Tensor, probs: Tensor, rows: Tensor, divergence: Divergence, dtype: torch.dtype
 ) -> Tensor:
-    """Return the sum over R of the divergence between softmax(read @ weight.T) and ``probs[rows]``.
+    """Return the sum over R of the divergence between softmax(read @ weight.T) and ``probs[rows]``, float32 or wider.
 
     Logits and their gradients exist for a few rows at a time: whole, their memory traffic would dominate a training
     update on a CPU, and they would be the largest tensors on a GPU.
 
     Args:
-        read: (R, H).
-        weight: (V, H); gets a gradient if it requires one.
+        read: (R, H); ``weight`` (V, H) gets a gradient if it requires one.
         probs: (S, V) p, or the divergence's other argument, used at ``rows`` (R,).
-        dtype: of the matrix products.
-
-    Returns:
-        A scalar, float32 or wider.
+        dtype: that of the matrix products.
     """
     loss: Tensor = _HeadLoss.apply(read, weight, probs, rows, divergence, dtype)  # type: ignore[no-untyped-call]
     return loss

@@ -46,26 +46,19 @@ MAX_FALL = 3.0  # standard errors by which the rate may fall before earlier weig
 
 @dataclass(frozen=True, eq=False)
 class Stretch:
-    """Part of a request's tokens, with the target's distribution after each wrong draft.
+    """Part of a request's tokens, with the target's distribution after each wrong draft."""
 
-    Attributes:
-        ids: (T,) int64.
-        features: (T - 1, F) of all tokens but the last.
-        places: (M,) ascending, each at least 1: positions after which the target emitted another token than drafted.
-        tokens, probs: (M, K) draft ids of the target's most likely tokens there, and their probabilities.
-    """
-
-    ids: Tensor
-    features: Tensor
+    ids: Tensor  # (T,) int64
+    features: Tensor  # (T - 1, F) of all tokens but the last
+    # (M,) ascending, each at least 1: positions after which the target emitted another token than drafted
     places: Tensor
+    # tokens, probs: (M, K) draft ids of the target's most likely tokens there, and their probabilities
     tokens: Tensor
     probs: Tensor
 
 
 @dataclass(frozen=True)
 class LearningPace:
-    """How much to learn."""
-
     share: float = 0.1  # share of the steps' time that updates may take
     lr: float = 1e-4  # learning rate of AdamW
     num_steps: int = 3  # steps of the unroll
@@ -98,17 +91,9 @@ class Tally:
 
 
 class Learner:
-    """Trains a network that serves. Decoders in several threads may share it.
+    """Trains a network that serves (``serving``, possibly packed). Decoders in several threads may share it.
 
-    Args:
-        serving: the network that drafts, possibly packed.
-        copy: the same network in float32, not packed.
-        clock: returns seconds.
-
-    Attributes:
-        net: the copy.
-        ring: the newest stretches.
-        num_updates, num_handed, num_taken_back: counts of updates, and of weights that were served and restored.
+    ``copy`` is the same network in float32, not packed; ``clock`` returns seconds.
     """
 
     def __init__(
@@ -147,8 +132,7 @@ class Learner:
     def learn(self, stretches: Sequence[Stretch], tally: Tally, seconds: float) -> bool:
         """Add the results of steps that took ``seconds``, and learn from them if there is time.
 
-        Returns:
-            False if they were not added, since another thread is learning.
+        Returns False if they were not added, since another thread is learning.
         """
         if not self._lock.acquire(blocking=False):
             return False
@@ -271,9 +255,7 @@ class _Trail:
 class OnlineDrafter(NetDrafter):
     """Drafts with ``drafter``, whose network ``learner`` trains, and records the target's answers to wrong drafts.
 
-    Args:
-        drafter: its network reads features.
-        learner: drafters of several decoders may share it.
+    Drafters of several decoders may share a learner.
     """
 
     def __init__(self, drafter: Drafter, learner: Learner) -> None:

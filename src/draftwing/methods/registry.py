@@ -287,7 +287,7 @@ def _shipped_head(entry: Registration, target: Target, tokenizer: Tokenizer | No
 
 
 def convert(source: Path, destination: Path, to: str, **options: Any) -> None:
-    """Write a head of any method in another layout: see ``formats.convert.convert`` for EAGLE's options.
+    """Write a head of any method in another layout: see ``formats.write.convert`` for EAGLE's options.
 
     Raises UnsupportedError for a layout that heads of this method do not have.
     """

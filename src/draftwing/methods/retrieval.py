@@ -76,8 +76,7 @@ class RetrievalDrafter(ListDrafter):
 class LlmaDrafter(RetrievalDrafter):
     """Copies from reference texts, and from the request's own tokens: the prompt often contains the references.
 
-    Args:
-        references: texts as ids, for every request; a row may have further ones (``Row.references``).
+    ``references`` are for every request; a row may have further ones (``Row.references``).
     """
 
     name = "llma"
@@ -114,9 +113,7 @@ class LlmaDrafter(RetrievalDrafter):
 class RestDrafter(RetrievalDrafter):
     """Finds the longest suffix of the sequence in a datastore, exactly, and proposes what followed it there.
 
-    Args:
-        texts: the datastore's; drafters of any number of threads may share them.
-        min_match, max_match: the shortest and longest suffix, in tokens.
+    Drafters of any number of threads may share ``texts``. Suffixes have ``min_match`` to ``max_match`` tokens.
     """
 
     name = "rest"
@@ -146,18 +143,12 @@ class Memory:
     Texts are added one by one, so they lie in several suffix arrays, each more than twice as large as the next: a new
     array is merged with the previous ones until that holds (a log-structured merge), so that a token is sorted again
     only a few times. When there are too many tokens, the oldest array is dropped. Readers take the current tuple of
-    arrays and need no lock, because arrays never change.
+    arrays (``parts``, the oldest first) and need no lock, because arrays never change.
 
     Args:
         max_tokens: tokens to keep, including the ends of texts; about 8 bytes each.
         file: to keep them in, or None. It is read if it exists.
         about: the tokenizer of the ids: ``vocab_size``, ``vocab_hash`` and ``target``.
-
-    Attributes:
-        parts: the suffix arrays, the oldest first.
-
-    Raises:
-        CheckpointError: the file is not such a file, or damaged.
     """
 
     def __init__(self, max_tokens: int, file: Path | None = None, about: Mapping[str, Any] | None = None) -> None:
@@ -236,12 +227,8 @@ class Memory:
 class SuffixDrafter(RetrievalDrafter):
     """Proposes the best continuation from the request's own tokens or from former requests.
 
-    The longer a match, the more tokens are drafted.
-
-    Args:
-        memory: of former requests; drafters of any number of threads may share it. A row's output is added when the
-            row is removed.
-        alpha: nodes drafted per token of a match.
+    The longer a match, the more tokens are drafted: ``alpha`` nodes for each of its tokens. A row's output is added to
+    ``memory``, which drafters of any number of threads may share, when the row is removed.
     """
 
     name = "suffix"

@@ -189,16 +189,11 @@ def sort_by_doubling(tokens: Ids) -> Order:
 
 
 def grow_tree(root: int, match: Match, max_nodes: int, max_depth: int, width: int) -> ListTree:
-    """Grow the tree of a match's likeliest continuations, best first.
+    """Grow the tree of a match's likeliest continuations after ``root``, best first.
 
     A token that followed ``times`` of ``total`` times has the probability times / total, discounted the more, the
     shorter the match (including the path's tokens) and the rarer it is. A match that occurred once counts like in
-    prompt lookup.
-
-    Args:
-        root: the pending token.
-        max_nodes: nodes besides the root.
-        width: the maximum number of children of a node; 1 is a chain.
+    prompt lookup. A node has up to ``width`` children, and the tree up to ``max_nodes`` nodes besides the root.
     """
     tree, serial = ListTree([root]), count()
     candidates: list[tuple[float, int, int, int, float, Follower]] = []
@@ -240,14 +235,8 @@ _NUMBERS = count()
 
 @dataclass(frozen=True)
 class Store:
-    """An open file.
-
-    Attributes:
-        about: its header: ``vocab_size``, ``vocab_hash`` and further fields of the writer.
-    """
-
     path: Path
-    about: Mapping[str, Any]
+    about: Mapping[str, Any]  # its header: ``vocab_size``, ``vocab_hash`` and further fields of the writer
     parts: tuple[SuffixArray, ...]
     num_bytes: int
 
@@ -309,13 +298,9 @@ def _is_running(process: str) -> bool:
 
 
 def read_store(path: Path, *, whole: bool = False) -> Store:
-    """Open a file. Its arrays are mapped, and read on use.
+    """Open a file, whose arrays are mapped. Raises CheckpointError if it is damaged, of another kind or version.
 
-    Args:
-        whole: check all of it; by default only the header, the size and up to 64 blocks of 4 MiB.
-
-    Raises:
-        CheckpointError: no such file, one of another kind or of a newer version, or a damaged one.
+    By default only the header, the size and up to 64 blocks of 4 MiB are checked, else all of it.
     """
     try:
         with path.open("rb") as file:
@@ -373,10 +358,7 @@ def _damaged(path: Path, reason: str) -> CheckpointError:
 def check_tokenizer(
     path: Path, about: Mapping[str, Any], tokenizer: Tokenizer | None, vocab_size: int, fix: str
 ) -> None:
-    """Raise TokenizerError, ending in ``fix``, unless a file's ids are those of the target's tokenizer.
-
-    Without a tokenizer only the number of ids is compared.
-    """
+    """Raise TokenizerError, ending in ``fix``, unless a file's ids are the target's; some are known by number only."""
     theirs, ours = about["vocab_hash"], "" if tokenizer is None else tokenizer.vocab_hash
     if (theirs and ours and theirs != ours) or about["vocab_size"] > vocab_size:
         raise TokenizerError(
@@ -402,10 +384,6 @@ def write_datastore(folder: Path, texts: SuffixArray, about: Mapping[str, Any]) 
     """Write a new folder, under another name until it is complete.
 
     ``about`` holds ``target``, ``vocab_hash``, ``vocab_size``, ``num_texts``, and any further fields.
-
-    Raises:
-        ConfigError: the folder exists.
-        CheckpointError: it cannot be written.
     """
     check_new_datastore(folder)
     identity = hashlib.sha256(np.ascontiguousarray(texts.tokens).data).hexdigest()[:16]

@@ -72,19 +72,12 @@ class UnrolledAttention(CausalAttention):
 
 @dataclass(frozen=True)
 class UnrollStep:
-    """One step over all entries.
+    """One step over all entries."""
 
-    Attributes:
-        index: s, from 0.
-        entries: (C,) the entries of every row: all E, or the share of them that later steps continue.
-        states: (B * C, H) to feed back: for EAGLE-1 the predicted features.
-        read: (B * C, H) the LM head's input, for the token at i + 2 + s.
-    """
-
-    index: int
-    entries: Tensor
-    states: Tensor
-    read: Tensor
+    index: int  # s, from 0
+    entries: Tensor  # (C,) the entries of every row: all E, or the share of them that later steps continue
+    states: Tensor  # (B * C, H) to feed back: for EAGLE-1 the predicted features
+    read: Tensor  # (B * C, H) the LM head's input, for the token at i + 2 + s
 
 
 def unroll(
@@ -97,15 +90,13 @@ def unroll(
 ) -> Iterator[UnrollStep]:
     """Run ``net`` for ``num_steps`` steps, each on the states of the one before, with gradients through all of them.
 
+    Entry i of step s is valid if i + 2 + s < T.
+
     Args:
-        ids: (B, T).
-        features: (B, T, F) the target's, of the same tokens.
+        ids: (B, T); ``features`` (B, T, F) are the target's, of the same tokens.
         noise: width of the uniform noise added to the features (EAGLE-1: 0.2, that is +-0.1).
         later_share: share of the entries, drawn at random, that continue after step 0. Entries of later steps do not
             see each other, so the loss stays unbiased, and an update costs less.
-
-    Yields:
-        Entry i of step s is valid if i + 2 + s < T.
     """
     rows, length = ids.shape
     count = length - 2

@@ -52,19 +52,13 @@ _MAX_ROUNDING = 0.2
 
 @dataclass
 class RowCache:
-    """The transformers cache of a row.
+    """The transformers cache of a row."""
 
-    Attributes:
-        cache: None before the first token.
-        tokens: those in it, if trees are run path by path.
-        num_read: tokens in it, if it cannot be cropped; None after a forward that failed, which may have changed it.
-        last: logits (1, 1, V) and features of the last token, if it cannot be cropped.
-    """
-
-    cache: Any
+    cache: Any  # None before the first token
+    # tokens in it, if it cannot be cropped; None after a forward that failed, which may have changed it
     num_read: int | None
-    last: TargetOutput | None = None
-    tokens: list[int] = field(default_factory=list)
+    last: TargetOutput | None = None  # logits (1, 1, V) and features of the last token, if it cannot be cropped
+    tokens: list[int] = field(default_factory=list)  # those in it, if trees are run path by path
 
 
 @dataclass
@@ -82,9 +76,6 @@ class AdapterTarget(Target):
 
     Attributes:
         reason: the reason why trees are not supported, or None.
-
-    Raises:
-        UnsupportedError: the model cannot be run step by step.
     """
 
     def __init__(self, model: Any, name: str | None = None) -> None:
@@ -130,12 +121,7 @@ class AdapterTarget(Target):
         device: torch.device | str = "cpu",
         name: str | None = None,
     ) -> AdapterTarget:
-        """Load with ``AutoModelForCausalLM``.
-
-        Raises:
-            CheckpointError: transformers cannot load the folder, or weights are missing or not finite.
-            UnsupportedError: see the class; or a GGUF file.
-        """
+        """Load with ``AutoModelForCausalLM``."""
         from transformers import AutoModelForCausalLM
 
         file = link_of(folder)
@@ -407,14 +393,7 @@ class AdapterTarget(Target):
             ) from error
 
     def _choose(self, cache: Any) -> str | None:
-        """Choose how to decode so that logits are those of the model's own forward.
-
-        Returns:
-            The reason why trees are not supported, or None.
-
-        Raises:
-            UnsupportedError: nothing matches.
-        """
+        """Choose how to decode so that logits are the model's own; return why trees are not supported, or None."""
         self._positioned = self.supports_trees = True
         self._has_two_caches = False
         with self._rope.limited_to(_FAR):

@@ -50,14 +50,10 @@ class Attend(Protocol):
 
 
 def rotate(heads: Tensor, cis: Tensor) -> Tensor:
-    """Rotary embedding (RoFormer, 2104.09864) as one complex product.
+    """Rotary embedding (RoFormer, 2104.09864) of (R, K, D) as one complex product with (R, 1, rotary_dim / 2).
 
     The result holds each pair next to each other instead of half a head apart; queries and keys are permuted in the
-    same way, so their products are unchanged.
-
-    Args:
-        heads: (R, K, D).
-        cis: (R, 1, rotary_dim / 2) complex; channels past ``rotary_dim`` are unchanged.
+    same way, so their products are unchanged. Channels past ``rotary_dim`` are unchanged.
     """
     half = cis.shape[-1]
     wide = heads if heads.dtype in (torch.float32, torch.float64) else heads.float()
@@ -72,8 +68,7 @@ def rotate(heads: Tensor, cis: Tensor) -> Tensor:
 class Attention(ABC):
     """Normalises and rotates queries and keys; subclasses attend in ``mix``.
 
-    Args:
-        cis: (R, 1, rotary_dim / 2) rotation of the real rows; later rows of a forward are padding.
+    ``cis`` (R, 1, rotary_dim / 2) is the rotation of the real rows; later rows of a forward are padding.
     """
 
     def __init__(self, cis: Tensor) -> None:
@@ -96,25 +91,16 @@ class Attention(ABC):
 
 @dataclass(frozen=True)
 class TreeSlots:
-    """The KV slots of a batch of trees.
+    """The KV slots of a batch of trees."""
 
-    Attributes:
-        cache: has room for every tree.
-        tree: the queries are the nodes from ``first_node`` on; earlier ones are in their slots already.
-        lengths_B: (B,) committed tokens of each row, on the device.
-        lengths: the same on the host; None in a recording (``runtime.graphs``).
-        first_row: the cache row of the tree's first row.
-        width: slots that attention reads.
-        view, watched, rows: see ``runtime.forward.Entries``.
-    """
-
-    cache: KVCache
-    tree: DraftTree
-    lengths_B: Tensor
-    lengths: Sequence[int] | None
-    first_row: int
+    cache: KVCache  # has room for every tree
+    tree: DraftTree  # the queries are the nodes from ``first_node`` on; earlier ones are in their slots already
+    lengths_B: Tensor  # (B,) committed tokens of each row, on the device
+    lengths: Sequence[int] | None  # the same on the host; None in a recording (``runtime.graphs``)
+    first_row: int  # the cache row of the tree's first row
     first_node: int
-    width: int
+    width: int  # slots that attention reads
+    # view, watched, rows: see ``runtime.forward.Entries``
     view: View | None = None
     watched: Tensor | None = None
     rows: Tensor | None = None
@@ -127,14 +113,10 @@ class TreeSlots:
 
 
 class SlotAttention(Attention):
-    """Attention over KV slots: an ``Attend`` for one forward. Its result has ``num_rows_out`` rows.
+    """Attention over KV slots ``where`` the trees are: an ``Attend`` for one forward.
 
-    Args:
-        cis: see ``Attention``.
-        where: the trees and their slots.
-        windows: each layer's sliding window, or None.
-        num_heads: query heads.
-        num_rows_out: more than B * N if the caller padded.
+    Its result has ``num_rows_out`` rows, more than B * N if the caller padded. ``windows`` are each layer's sliding
+    window, or None.
     """
 
     def __init__(
@@ -283,14 +265,7 @@ class PagedTreeAttention(TreeAttention):
 
 
 class CausalAttention(Attention):
-    """Causal attention of (B, T) tokens, within the layer's window. Padding must be at the end of rows.
-
-    Args:
-        num_rows, length: B and T.
-        windows: each layer's sliding window, or None.
-        scale: of the scores.
-        cis: see ``Attention``.
-    """
+    """Causal attention of (B, T) tokens, within each layer's window, if any. Padding must be at the end of rows."""
 
     def __init__(self, num_rows: int, length: int, windows: Sequence[int | None], scale: float, cis: Tensor) -> None:
         super().__init__(cis)

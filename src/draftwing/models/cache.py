@@ -31,16 +31,11 @@ def round_up(number: int, block: int) -> int:
 
 @dataclass(frozen=True)
 class View:
-    """The committed slots that a forward reads, as indices; nothing is copied.
+    """The committed slots that a forward reads, as indices; nothing is copied."""
 
-    Attributes:
-        slots: (B, L, K, M) int32, ascending along M; L or K is 1 if all layers or KV heads read the same slots. M is
-            at least 1.
-        counts: (B,) valid slots of each row; those after them are undefined.
-    """
-
+    # (B, L, K, M) int32, ascending along M; L or K is 1 if all layers or KV heads read the same slots. M is at least 1.
     slots: Tensor
-    counts: Sequence[int]
+    counts: Sequence[int]  # (B,) valid slots of each row; those after them are undefined
 
 
 class KVCache:

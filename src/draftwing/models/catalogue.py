@@ -46,20 +46,13 @@ class Hub:
 
 @dataclass(frozen=True)
 class Entry:
-    """A model with a name.
+    """A model with a name."""
 
-    Attributes:
-        name: the argument of ``load`` and ``--target``.
-        licence: its SPDX identifier.
-        num_parameters: with embeddings; tied matrices count once.
-        heads: shipped drafts, best first: kind -> folder in ``shipped/``.
-    """
-
-    name: str
+    name: str  # the argument of ``load`` and ``--target``
     source: Shipped | Wheel | Hub
-    licence: str
-    num_parameters: int
-    heads: Mapping[str, str] = field(default_factory=dict)
+    licence: str  # its SPDX identifier
+    num_parameters: int  # with embeddings; tied matrices count once
+    heads: Mapping[str, str] = field(default_factory=dict)  # shipped drafts, best first: kind -> folder in ``shipped/``
 
     @property
     def best_head(self) -> str | None:

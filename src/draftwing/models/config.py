@@ -20,12 +20,7 @@ _DOWNLOAD = "download the model's config.json again."
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the content of a model folder's ``config.json``.
-
-    Raises:
-        CheckpointError: no such folder, or no readable ``config.json`` in it.
-        ConfigError: it is not a JSON object.
-    """
+    """Return the content of a model folder's ``config.json``."""
     folder = Path(folder)
     path = folder / "config.json"
     if not folder.is_dir():
@@ -55,11 +50,7 @@ def _shown(value: object) -> str:
 
 
 class ConfigReader:
-    """Typed look-ups in a config. Every failure is a ConfigError.
-
-    Args:
-        where: begins every message.
-    """
+    """Typed look-ups in a config. Every failure is a ConfigError, which begins with ``where``."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self.config, self.where = config, where
@@ -139,36 +130,23 @@ def _check_rope_type(kind: str, read: ConfigReader) -> None:
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Settings of the rotation of a model's queries and keys.
+    """Settings of the rotation of a model's queries and keys."""
 
-    Attributes:
-        type: one of ROPE_TYPES.
-        theta: base of the frequencies.
-        head_dim, rotary_dim: width of a head, and the number of its first channels that are rotated.
-        max_position_embeddings: context in tokens.
-        factor: by which the context is stretched (all types but default).
-        original_max_position_embeddings: context in tokens before stretching (required by llama3 and yarn).
-        low_freq_factor, high_freq_factor: bounds of llama3's frequency bands.
-        attention_factor: multiplies cosine and sine (yarn); None derives it from ``factor``, ``mscale`` and
-            ``mscale_all_dim``.
-        beta_fast, beta_slow, truncate: bounds of yarn's ramp, in rotations over the original context, and whether they
-            are rounded.
-
-    Raises:
-        UnsupportedError: another type.
-        ConfigError: values that cannot be computed with.
-    """
-
-    type: str
-    theta: float
+    type: str  # one of ROPE_TYPES
+    theta: float  # base of the frequencies
+    # head_dim, rotary_dim: width of a head, and the number of its first channels that are rotated
     head_dim: int
     rotary_dim: int
-    max_position_embeddings: int
-    factor: float = 1.0
+    max_position_embeddings: int  # context in tokens
+    factor: float = 1.0  # by which the context is stretched (all types but default)
+    # context in tokens before stretching (required by llama3 and yarn)
     original_max_position_embeddings: int | None = None
+    # low_freq_factor, high_freq_factor: bounds of llama3's frequency bands
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+    # multiplies cosine and sine (yarn); None derives it from ``factor``, ``mscale`` and ``mscale_all_dim``
     attention_factor: float | None = None
+    # bounds of yarn's ramp, in rotations over the original context; ``truncate`` rounds them
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float | None = None
@@ -211,13 +189,7 @@ class RopeConfig:
     ) -> RopeConfig:
         """Read ``rope_scaling`` and ``rope_theta`` (transformers 4), or else ``rope_parameters`` (transformers 5).
 
-        Args:
-            config: content of a ``config.json``.
-            theta: the family's default base.
-            where: begins every error message.
-
-        Raises:
-            UnsupportedError, ConfigError: see the class.
+        ``theta`` is the family's default base; ``where`` begins every error message.
         """
         key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
         table, whole = config.get(key) or {}, ConfigReader(config, where)
@@ -293,28 +265,22 @@ _ACTIVATIONS: Final[dict[str, Activation]] = {
 
 @dataclass(frozen=True)
 class _Family:
-    """Defaults of a family's config class in transformers.
-
-    Attributes:
-        kv_heads: None for as many as query heads.
-        head_dim: None for hidden_size / heads.
-        windows: layers with a sliding window: never; always; all if "use_sliding_window" is set (switch); or then those
-            from "max_window_layers" on (layer).
-        qkv_bias: None if the config's ``attention_bias`` decides.
-    """
+    """Defaults of a family's config class in transformers."""
 
     architecture: str
     max_positions: int
-    kv_heads: int | None = None
-    head_dim: int | None = None
+    kv_heads: int | None = None  # None for as many as query heads
+    head_dim: int | None = None  # None for hidden_size / heads
     eps: float = 1e-6
     theta: float = 10000.0
     bos: int | None = None
     eos: int | None = None
     pad: int | None = None
     window: int | None = 4096
+    # layers with a sliding window: never; always; all if "use_sliding_window" is set (switch); or then those from
+    # "max_window_layers" on (layer)
     windows: Literal["never", "always", "switch", "layer"] = "always"
-    qkv_bias: bool | None = False
+    qkv_bias: bool | None = False  # None if the config's ``attention_bias`` decides
     qk_norm: bool = False
 
 
@@ -337,31 +303,19 @@ LEAN_MODEL_TYPES: tuple[str, ...] = tuple(sorted(_FAMILIES))
 
 @dataclass(frozen=True)
 class MoeConfig:
-    """A mixture of experts.
+    """A mixture of experts."""
 
-    Attributes:
-        num_experts, num_experts_per_token: MLPs of a layer, and those that each token goes through.
-        intermediate_size: inner width of an expert.
-        norm_topk_prob: True if the probabilities of the chosen experts are rescaled to sum to one.
-        sparse_layers: for each layer, True if it has experts instead of an ordinary MLP.
-    """
-
+    # num_experts, num_experts_per_token: MLPs of a layer, and those that each token goes through
     num_experts: int
     num_experts_per_token: int
-    intermediate_size: int
-    norm_topk_prob: bool
-    sparse_layers: tuple[bool, ...]
+    intermediate_size: int  # inner width of an expert
+    norm_topk_prob: bool  # True if the probabilities of the chosen experts are rescaled to sum to one
+    sparse_layers: tuple[bool, ...]  # for each layer, True if it has experts instead of an ordinary MLP
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a Llama-like decoder.
-
-    Attributes:
-        sliding_windows: for each layer, None for full attention, or W if a token sees itself and the W - 1 before it.
-        eos_ids: may be empty. Special tokens may lie outside the vocabulary, as defaults of tiny models do.
-        dtype: of the checkpoint, such as "bfloat16"; None if the config does not name it.
-    """
+    """The shape of a Llama-like decoder."""
 
     model_type: str
     vocab_size: int
@@ -380,12 +334,14 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     rope: RopeConfig
+    # for each layer, None for full attention, or W if a token sees itself and the W - 1 before it
     sliding_windows: tuple[int | None, ...]
     moe: MoeConfig | None
     bos_id: int | None
+    # may be empty. Special tokens may lie outside the vocabulary, as defaults of tiny models do.
     eos_ids: tuple[int, ...]
     pad_id: int | None
-    dtype: str | None
+    dtype: str | None  # the checkpoint's, such as "bfloat16"; None if the config does not name it
 
     @property
     def context_length(self) -> int:
@@ -399,12 +355,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, config: dict[str, Any], where: str = "config.json") -> ModelConfig:
-        """Read the content of a ``config.json``; ``where`` begins every error message.
-
-        Raises:
-            ConfigError: a required key is missing, or a value has the wrong type or is impossible.
-            UnsupportedError: an architecture, activation, RoPE type or quantisation that the lean decoder lacks.
-        """
+        """Read the content of a ``config.json``; ``where`` begins every error message."""
         read = ConfigReader(config, where)
         model_type = _model_type(read)
         family = _FAMILIES[model_type]
@@ -573,26 +524,21 @@ _MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layer
 
 @dataclass(frozen=True)
 class MtpNames:
-    """Names of the modules' tensors. A module also has a decoder layer with the names that the target's layers have.
+    """Names of the modules' tensors. A module also has a decoder layer with the names that the target's layers have."""
 
-    Attributes:
-        base, block: prefixes of a module's tensors and of its decoder layer's. ``{k}`` is the module, from 0, and
-            ``{n}`` the target's number of layers plus k.
-        token_norm, state_norm, join, norm: after ``base``, without ``.weight``: the norms of token and state, the
-            projection of both, and the last norm.
-        states_first: True if the projection reads states before tokens.
-        num_layers: of the target.
-    """
-
+    # base, block: prefixes of a module's tensors and of its decoder layer's. ``{k}`` is the module, from 0, and ``{n}``
+    # the target's number of layers plus k.
     base: str
     block: str
+    # token_norm, state_norm, join, norm: after ``base``, without ``.weight``: the norms of token and state, the
+    # projection of both, and the last norm
     token_norm: str
     state_norm: str
     join: str
     norm: str
-    states_first: bool = False
+    states_first: bool = False  # True if the projection reads states before tokens
     num_modules: int = 0
-    num_layers: int = 0
+    num_layers: int = 0  # the target's
 
     def base_of(self, module: int) -> str:
         return self.base.format(k=module, n=self.num_layers + module)
@@ -626,11 +572,7 @@ def num_modules(config: Mapping[str, Any], where: str = "config.json") -> int:
 
 
 def module_names(config: Mapping[str, Any], tensors: Iterable[str], where: str = "config.json") -> MtpNames | None:
-    """Return the names of a checkpoint's MTP modules, given the names of all its tensors; None if it has none.
-
-    Raises:
-        ConfigError: an impossible number in the config.
-    """
+    """Return the names of a checkpoint's MTP modules, given the names of all its tensors; None if it has none."""
     text, names, count = config.get("text_config"), set(tensors), num_modules(config, where)
     read = ConfigReader({**config, **text} if isinstance(text, dict) else config, where)
     num_layers = read.integer("num_hidden_layers", 0, minimum=0)

@@ -35,21 +35,14 @@ NO_FEATURES = FeatureSpec()
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """One forward over a batch of trees.
+    """One forward over a batch of trees."""
 
-    Attributes:
-        logits: (B, N, V) of the token after each node.
-        features: (B, N, F), or None if no taps were requested.
-        tree: the trees, with paths that the forward has computed; None if unchanged.
-        is_kept: True if logits and features stay valid after the next forward.
-        accepted: the accepted nodes, if the forward has applied ``accept.match``: they are committed, and ``features``
-            are those of the accepted nodes in path order.
-    """
-
-    logits: Tensor
-    features: Tensor | None = None
-    tree: DraftTree | None = None
-    is_kept: bool = True
+    logits: Tensor  # (B, N, V) of the token after each node
+    features: Tensor | None = None  # (B, N, F), or None if no taps were requested
+    tree: DraftTree | None = None  # the trees, with paths that the forward has computed; None if unchanged
+    is_kept: bool = True  # True if logits and features stay valid after the next forward
+    # the accepted nodes, if the forward has applied ``accept.match``: they are committed, and ``features`` are those of
+    # the accepted nodes in path order
     accepted: Accepted | None = None
 
     def features_on(self, tree: DraftTree, path: Tensor) -> Tensor | None:

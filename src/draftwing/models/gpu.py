@@ -80,7 +80,6 @@ def write_heads(
         cis: (R, rotary_dim / 2, 2) float32, cosine and sine of each pair.
         cache: (2, B, K, S, D) of the layer, or (2, 1, K, S, D) in pages.
         places: (B,) int64 the cache rows, (B,) int64 committed tokens, and the int32 page table or None.
-        first_node: index in the tree of the first node that is run.
         heads: H and K.
         norms: weights (D,) of the queries' and the keys' norm, and their eps.
 
@@ -113,7 +112,7 @@ def tree_attention(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """Attention of each node to its row's committed slots and its ancestors, within the window.
+    """Attention (R, H * D) of each node to its row's committed slots and its ancestors, within the window.
 
     Args:
         queries: (R, H, D).
@@ -122,10 +121,6 @@ def tree_attention(
         depths: (B, T) int64 for windows over trees.
         num_nodes: T.
         width: slots that the longest row may have, its tree included.
-        scale: of the scores.
-
-    Returns:
-        (R, H * D).
     """
     rows, lengths, table = places
     total, num_heads, dim = queries.shape

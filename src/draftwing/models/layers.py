@@ -163,7 +163,6 @@ class DecoderLayer(nn.Module):
     Args:
         input_norm: before attention, or None (EAGLE-1).
         qkv: (H_in, (heads + 2 * KV heads) * width), queries first.
-        out: attention output.
         heads: number of query heads and of KV heads, and their width.
         norms: of each head's queries and keys (Qwen3), or None.
     """

@@ -51,18 +51,13 @@ T = TypeVar("T")
 
 @dataclass
 class Reader:
-    """Reads tensors by name, and lays matrices out for their runtime.
-
-    Attributes:
-        dtype: of everything that is no matrix.
-        used: names that were read.
-    """
+    """Reads tensors by name, and lays matrices out for their runtime."""
 
     files: Weights
-    dtype: torch.dtype
+    dtype: torch.dtype  # dtype of everything that is no matrix
     device: torch.device
     layout: Layout
-    used: set[str] = field(default_factory=set)
+    used: set[str] = field(default_factory=set)  # names that were read
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """A tensor of this shape. Raises CheckpointError if a number is not finite."""
@@ -276,12 +271,7 @@ class LeanContext(Context):
 
 
 class LeanTarget(Target):
-    """A ``Target`` that runs the lean decoder.
-
-    Attributes:
-        net: the network without taps.
-        runs: the runtime, also for drafters that run like the target.
-    """
+    """A ``Target`` that runs the lean decoder: ``net``, without taps, by ``runs``, which its drafters share."""
 
     supports_views = supports_pages = True
 
@@ -319,10 +309,6 @@ class LeanTarget(Target):
             fast: quantise if the CPU kernel is faster that way: for a draft model, whose distribution is not output.
             expand: convert weights to float32.
             arithmetic: "float32" or "int8" products with GGUF blocks; None is int8 if the CPU kernel runs them.
-
-        Raises:
-            ConfigError, UnsupportedError: the config cannot be run here, or not with this quantisation or arithmetic.
-            CheckpointError: weights missing, truncated, of other shapes, unknown or not finite.
         """
         device = torch.device(device)
         check_quantize(quantize, dtype, device)

@@ -43,14 +43,10 @@ def context_length(config: Any) -> int:
 
 
 class LengthRope:
-    """The RoPE modules of a model whose frequencies change with the length.
+    """The RoPE modules of a transformers model whose frequencies change with the length.
 
-    Args:
-        model: of transformers.
-
-    Attributes:
-        switches: lengths above which LongRoPE uses its long factors, ascending.
-        stretches_at: length above which dynamic NTK has other frequencies for every length; infinite without it.
+    ``switches`` are lengths above which LongRoPE uses its long factors, ascending; ``stretches_at`` is the length above
+    which dynamic NTK has other frequencies for every length, infinite without it.
     """
 
     def __init__(self, model: Any) -> None:
@@ -73,10 +69,7 @@ class LengthRope:
         return bool(self.switches) or self.stretches_at < math.inf
 
     def end_of_forward(self, start: int) -> float:
-        """Return the position before which a forward that begins at ``start`` must end.
-
-        Up to there its tokens are rotated as if each had come alone.
-        """
+        """Return where a forward from ``start`` must end, so that tokens are rotated as if each had come alone."""
         if start >= self.stretches_at:
             return start + 1
         return min(self.stretches_at, *(limit for limit in self.switches if start < limit), math.inf)

@@ -35,15 +35,7 @@ _MAX_INPUTS = 2**31 // (255 * MAX_LEVEL)  # more could overflow a sum of 32 bits
 
 
 def check_quantize(quantize: str | None, dtype: torch.dtype, device: torch.device, runs: str = "kernel") -> None:
-    """Check that matrices can be quantised; None is always valid.
-
-    Args:
-        runs: see ``Layout``. The 8-bit products of the CPU kernel are exact on every processor.
-
-    Raises:
-        ConfigError: an unknown method.
-        UnsupportedError: not with this dtype, on this device or on this processor.
-    """
+    """Check that matrices can be quantised, if at all. The CPU kernel's int8 products are exact on every processor."""
     if quantize is None:
         return
     if not isinstance(quantize, str) or quantize not in ("int8", "q4"):
@@ -137,14 +129,10 @@ _LARGE = {torch.bfloat16: 2.0**20, torch.float16: 2.0**13}
 
 @dataclass
 class _Verdict:
-    """Findings about products of one kind and shape with one number of threads.
+    """Findings about products of one kind and shape with one number of threads."""
 
-    Attributes:
-        base: the smallest block whose rows do not depend on each other; 0 if there is none.
-        agrees: for each larger block that was tried, True if it gives the same bits.
-    """
-
-    base: int
+    base: int  # the smallest block whose rows do not depend on each other; 0 if there is none
+    # for each larger block that was tried, True if it gives the same bits
     agrees: dict[int, bool] = field(default_factory=dict)
 
 
@@ -274,30 +262,18 @@ def runs_as(matrices: Iterable[Linear]) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """How matrices are laid out.
+    """How matrices are laid out."""
 
-    Attributes:
-        runs: ``kernel`` for the CPU kernel's programs, ``torch`` prepacked if that is faster, ``plain`` unchanged.
-        quantize: "int8", "q4" or None.
-        expand: float32 even if a file holds smaller numbers, for comparisons.
-        rounds: the CPU kernel's products are those of bfloat16, with float32 sums, unless quantised.
-        arithmetic: of GGUF blocks in the CPU kernel: "float32", or "int8" products.
-    """
-
+    # ``kernel`` for the CPU kernel's programs, ``torch`` prepacked if that is faster, ``plain`` unchanged
     runs: str = "plain"
-    quantize: str | None = None
-    expand: bool = False
-    rounds: bool = False
-    arithmetic: str = "float32"
+    quantize: str | None = None  # "int8", "q4" or None
+    expand: bool = False  # float32 even if a file holds smaller numbers, for comparisons
+    rounds: bool = False  # the CPU kernel's products are those of bfloat16, with float32 sums, unless quantised
+    arithmetic: str = "float32"  # arithmetic of GGUF blocks in the CPU kernel: "float32", or "int8" products
 
 
 class Linear(nn.Module):
-    """``x @ weight.T + bias`` with prepacked forms for inference.
-
-    Args:
-        weight: (out, in).
-        bias: (out,) or None.
-    """
+    """``x @ weight.T + bias`` with prepacked forms for inference; the weight is (out, in)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
@@ -435,8 +411,7 @@ class Linear(nn.Module):
     def for_drafts(self, quantize: str | None) -> Linear | None:
         """The matrix packed for the CPU kernel, for nets that read a matrix of the target, which may run in PyTorch.
 
-        Returns:
-            This matrix, or a copy if it is not packed or ``quantize`` applies; None if it cannot be packed.
+        Returns this matrix, or a copy if it is not packed or ``quantize`` applies; None if it cannot be packed.
         """
         if self._fused and (quantize is None or self.quantized is not None):
             return self
@@ -448,11 +423,7 @@ class Linear(nn.Module):
         return copy
 
     def quantize(self, method: str = "int8") -> None:
-        """Replace the weight by an approximation in 8 bits, within about a percent.
-
-        Raises:
-            ConfigError, UnsupportedError: see ``check_quantize``; or it is prepacked, or too wide.
-        """
+        """Replace the weight by an approximation in 8 bits, within about a percent."""
         if self._int8 is not None:
             return
         if self._packed is not None:
@@ -468,12 +439,7 @@ class Linear(nn.Module):
 
     @torch.no_grad()
     def refill(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Replace the numbers by others (out, in) in the same layout, also for programs that were traced before.
-
-        Raises:
-            ConfigError: it has several parts, or is stored in the blocks of a GGUF file.
-            NotFiniteError: a number is NaN or infinite.
-        """
+        """Replace the numbers by others (out, in) in the same layout, also for programs that were traced before."""
         if len(self._fused) > 1:
             raise ConfigError("a matrix in several parts takes no other numbers: load it in one format")
         for part in self._fused:
@@ -547,11 +513,7 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows (V, H), looked up by token ids.
-
-    Args:
-        rows: a table (V, H), which a net may train; or packed for the CPU kernel, such as those of an LM head.
-    """
+    """Rows (V, H), looked up by token ids: a table that a net may train, or packed for the CPU kernel."""
 
     def __init__(self, rows: Tensor | Packed) -> None:
         super().__init__()

@@ -66,11 +66,7 @@ def _device_memory(device: torch.device) -> int | None:
 
 
 class PageTable:
-    """The pages of each row. For the stepping thread only.
-
-    Args:
-        num_rows: most rows at once.
-        num_slots: most slots of a row.
+    """The pages of each row, up to ``num_rows`` of ``num_slots`` slots. For the stepping thread only.
 
     Attributes:
         rows: the pages of each row, in the order of the context's rows, followed during a prefill by those of the row
@@ -127,14 +123,7 @@ class PageTable:
         return sum(cache.num_page_bytes for cache in self.caches)
 
     def allocate(self, num_bytes: int, least_pages: int = 2) -> None:
-        """Allocate ``num_bytes`` for all caches together, after they have been made.
-
-        Args:
-            least_pages: that the shortest request needs.
-
-        Raises:
-            ConfigError: too little for any request, or more than the machine has.
-        """
+        """Allocate ``num_bytes`` for all caches; the shortest request needs ``least_pages``."""
         check_memory(num_bytes, self.num_page_bytes, least_pages, self.caches[0].data.device)
         self.num_pages = num_bytes // self.num_page_bytes - SPARE
         for cache in self.caches:
@@ -167,11 +156,7 @@ class PageTable:
         return len(self._kept)
 
     def hold(self, first_row: int, lengths: Sequence[int], extra: int) -> None:
-        """Give each row from ``first_row`` on the pages for its length and ``extra`` more slots.
-
-        Raises:
-            SlotsExhausted: there are not enough pages.
-        """
+        """Give each row from ``first_row`` on the pages for its length and ``extra`` more slots."""
         while len(self.rows) < first_row + len(lengths):
             self.rows.append([])
         for row, length in enumerate(lengths, first_row):
@@ -333,8 +318,7 @@ class PageTable:
 class PagedCache(KVCache):
     """Keys and values of all layers in pages: (L, 2, 1, K, P * PAGE, D). Rows get pages by ``hold``.
 
-    Attributes:
-        leads: True for the target's cache, which moves the rows of the table.
+    The cache that ``leads``, the target's, moves the rows of the table.
     """
 
     def __init__(
@@ -413,27 +397,19 @@ def new_cache(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dt
 
 
 class Prefix(NamedTuple):
-    """The start of a text that is in known pages.
+    """The start of a text that is in known pages."""
 
-    Attributes:
-        pages: whole pages, which can be shared.
-        partial: a page whose first slots continue them, to be copied; None if there is none.
-        num_slots: slots in both.
-    """
-
-    pages: list[int]
-    partial: int | None
-    num_slots: int
+    pages: list[int]  # whole pages, which can be shared
+    partial: int | None  # a page whose first slots continue them, to be copied; None if there is none
+    num_slots: int  # slots in both
 
 
 class Prefixes:
     """Finds pages by the tokens they hold: all tokens up to them are compared, so no two prefixes can be confused.
 
-    A drafter's slot may depend on the token after its position (entry i of an EAGLE head reads feature i and token
-    i + 1), so a slot counts only if the token after it is the same, too.
-
-    Args:
-        table: owns the pages, and reuses those that no row holds when it needs them, the oldest first.
+    A drafter's slot may depend on the token after its position (entry i of an EAGLE head reads feature i and token i +
+    1), so a slot counts only if the token after it is the same, too. ``table`` reuses pages that no row holds when it
+    needs them, the oldest first.
     """
 
     def __init__(self, table: PageTable) -> None:

@@ -39,10 +39,6 @@ def resolve(model: str | Path | None, revision: str | None = None) -> Path:
             id, ``name`` or ``organisation/name``, which are downloaded once. A folder or file takes precedence over a
             name, a name over a Hub id, and a ``Path`` is only ever a folder or file. None is the default model.
         revision: a branch, tag or commit on the Hub; ignored for anything else.
-
-    Raises:
-        CheckpointError: no such folder, file or name, and no such model on the Hub; or it cannot be downloaded, and is
-            not in the local cache.
     """
     model = default_model() if model is None else model
     text = os.fspath(model)
@@ -86,9 +82,6 @@ def fetch(entry: Entry, *, check: bool = False) -> Path:
     Args:
         check: hash the file, and download it again if it is damaged. Otherwise that is done only if its size or time
             has changed.
-
-    Raises:
-        CheckpointError: it cannot be downloaded or stored; the message names the cause and the fix.
     """
     name, source = entry.name, entry.source
     if isinstance(source, Shipped):
@@ -114,14 +107,7 @@ def fetch(entry: Entry, *, check: bool = False) -> Path:
 
 
 def find_local(entry: Entry, *, check: bool = False) -> Path | None:
-    """Return the file or folder of a model of the catalogue; None if it was not fetched yet. Uses no network.
-
-    Args:
-        check: see ``fetch``; None for a damaged file.
-
-    Raises:
-        CheckpointError: the file cannot be used: it cannot be read, or others may write to the cache.
-    """
+    """Return a catalogue model's file or folder without network; None if it was not fetched, or ``check`` fails."""
     source = entry.source
     if isinstance(source, Shipped):
         return shipped_folder(source.folder)
@@ -139,11 +125,7 @@ def find_local(entry: Entry, *, check: bool = False) -> Path | None:
 
 
 def remove(name: str) -> int:
-    """Remove a model's file from the cache. Returns the number of bytes freed.
-
-    Raises:
-        CheckpointError: it cannot be removed.
-    """
+    """Remove a model's file from the cache. Returns the number of bytes freed."""
     cache = cache_folder()
     if cache is None or not (cache / "models").exists():
         return 0

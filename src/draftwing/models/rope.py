@@ -27,14 +27,10 @@ _COMPLEX = {
 
 
 def inverse_frequencies(config: RopeConfig, seq_len: Tensor | None = None) -> Tensor:
-    """Return the angle per position of each rotated pair, in radians.
+    """Return the angle per position of each rotated pair, in radians: float32 (rotary_dim / 2,).
 
-    Args:
-        seq_len: for type dynamic, a 0-dimensional int64 tensor: the length in tokens to stretch to. Not an int, because
-            transformers passes a tensor, whose arithmetic is float32 where Python's is float64.
-
-    Returns:
-        float32 (rotary_dim / 2,) on the device of ``seq_len``, or on the CPU.
+    For type dynamic, ``seq_len`` is a 0-dimensional int64 tensor: the length in tokens to stretch to. Not an int,
+    because transformers passes a tensor, whose arithmetic is float32 where Python's is float64.
     """
     dim, device = config.rotary_dim, torch.device("cpu") if seq_len is None else seq_len.device
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
@@ -120,9 +116,6 @@ class Rotary:
         dtype: float32, bfloat16, float16 (factors are complex64) or float64 (complex128). Cosine and sine are computed
             in float32 and rounded to this dtype, as transformers does.
         device: of positions and factors.
-
-    Raises:
-        ConfigError: another dtype.
     """
 
     def __init__(
@@ -160,20 +153,14 @@ class Rotary:
 
     @torch.no_grad()
     def cis(self, positions: Tensor, prompt_lengths: Tensor | None = None, *, upto: int | None = None) -> Tensor:
-        """Rotation factors of tokens.
+        """Return cosine and sine times the attention factor, complex (..., rotary_dim / 2), of ``positions`` (...).
 
         Args:
-            positions: int64 (...), 0 or more, on this object's device.
+            positions: int64, 0 or more, on this object's device.
             prompt_lengths: int64, broadcastable to ``positions``: tokens of each token's prompt, for type dynamic;
                 None to ignore prompts.
             upto: a number above every position, if known. Without it, or for type dynamic, the largest position is read
                 back from the device, which waits for all queued work.
-
-        Returns:
-            complex64 or complex128 (..., rotary_dim / 2): cosine and sine times the attention factor.
-
-        Raises:
-            IndexError: a negative position, or on the CPU one not below ``upto`` (types other than dynamic).
         """
         if not self.config.position_only and positions.numel():
             return self._factors(positions, self._dynamic_frequencies(positions, prompt_lengths))

@@ -27,17 +27,10 @@ from draftwing.tree import DraftTree
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a decoder that run.
+    """The parts of a decoder that run."""
 
-    Attributes:
-        num_layers: layers of the whole decoder.
-        attention, mlp: layers whose attention and whose MLP run, ascending.
-
-    Raises:
-        ConfigError: a layer does not exist, or is listed twice.
-    """
-
-    num_layers: int
+    num_layers: int  # layers of the whole decoder
+    # attention, mlp: layers whose attention and whose MLP run, ascending
     attention: tuple[int, ...]
     mlp: tuple[int, ...]
 
@@ -111,16 +104,11 @@ class PartNet:
 
 @dataclass(eq=False)
 class SubNet(PartNet):
-    """Some ``parts`` of a decoder as a ``Net``, followed by its final norm and LM head.
-
-    Attributes:
-        gives_stream: True if the second output is the residual stream (R, H) after the last part.
-        rest: the layers after an early exit, if ``gives_stream``.
-    """
+    """Some ``parts`` of a decoder as a ``Net``, followed by its final norm and LM head."""
 
     parts: Parts
-    gives_stream: bool = False
-    rest: RestNet | None = field(init=False, default=None)
+    gives_stream: bool = False  # True if the second output is the residual stream (R, H) after the last part
+    rest: RestNet | None = field(init=False, default=None)  # the layers after an early exit, if ``gives_stream``
 
     def __post_init__(self) -> None:
         if self.gives_stream and self.parts.num_first:
@@ -182,19 +170,14 @@ class StartedForward:
 
     A call runs the first layers for the nodes that drafting left out (the last one), and the other layers for all
     nodes. The result is that of a forward through all layers.
-
-    Attributes:
-        first, rest: runners of the first and of the other layers, over the same slots.
-        tree: the chain.
-        states: (B, W, H) the stream after the first layers, of the first nodes.
-        lengths: slots of each row before its chain.
     """
 
+    # first, rest: runners of the first and of the other layers, over the same slots
     first: Runner
     rest: Runner
-    tree: DraftTree
-    states: Tensor
-    lengths: tuple[int, ...]
+    tree: DraftTree  # the chain
+    states: Tensor  # (B, W, H) the stream after the first layers, of the first nodes
+    lengths: tuple[int, ...]  # slots of each row before its chain
 
     def __call__(self) -> Tensor:
         """(B, N, V) logits."""
@@ -216,11 +199,7 @@ def runner_over(net: SubNet | RestNet, target: LeanTarget, ctx: LeanContext) -> 
 
 
 def lean_target(target: Target, what: str) -> LeanTarget:
-    """Narrow the target to one whose layers can be run separately. ``what`` is the draft method, for the message.
-
-    Raises:
-        UnsupportedError: it runs in transformers.
-    """
+    """Narrow the target to one whose layers can be run separately. ``what`` is the draft method, for the message."""
     if isinstance(target, LeanTarget):
         return target
     raise UnsupportedError(

@@ -32,9 +32,6 @@ class MappedFile:
 
     If the file is truncated while it is mapped, reading a lost page ends the process (SIGBUS). ``tensor`` checks the
     length each time, which makes that unlikely but cannot rule it out.
-
-    Raises:
-        OSError, ValueError: it cannot be opened or mapped, or is empty.
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,18 +68,12 @@ def as_numbers(data: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Stored:
-    """A matrix (out, in) as a file stores it.
+    """A matrix (out, in) as a file stores it."""
 
-    Attributes:
-        format: a name in ``cpu.layout.FORMATS``.
-        data: plain numbers (out, in), or GGUF blocks (out, bytes of a row) uint8.
-        was: the file's format, if it was expanded because the kernel does not support it.
-    """
-
-    format: str
+    format: str  # a name in ``cpu.layout.FORMATS``
     num_in: int
-    data: Tensor
-    was: str = ""
+    data: Tensor  # plain numbers (out, in), or GGUF blocks (out, bytes of a row) uint8
+    was: str = ""  # the file's format, if it was expanded because the kernel does not support it
 
     @property
     def num_out(self) -> int:
@@ -121,11 +112,7 @@ class Stored:
 
 
 def dequantized(blocks: Tensor, kind: str, num_in: int) -> Iterator[Tensor]:
-    """Expand GGUF blocks (out, bytes of a row) uint8 to float32, some rows (rows, in) at a time.
-
-    Raises:
-        NotImplementedError: a format that ``gguf`` cannot expand.
-    """
+    """Expand GGUF blocks (out, bytes of a row) uint8 to float32, some rows (rows, in) at a time."""
     import gguf  # slow to import
 
     step = max(1, _PIECE // num_in)
@@ -182,11 +169,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "
 
 
 class Weights(ABC):
-    """The tensors of a model: ``WeightFiles`` or ``GgufWeights``. A context manager that calls ``close``.
-
-    Attributes:
-        folder: for messages.
-    """
+    """The tensors of a model: ``WeightFiles`` or ``GgufWeights``. A context manager that calls ``close``."""
 
     folder: Path
 
@@ -218,10 +201,6 @@ class Weights(ABC):
         Args:
             dtype: converts it; None leaves it as stored, in the memory of the mapped file.
             shape: the expected shape; None accepts any.
-
-        Raises:
-            CheckpointError: no such tensor (the message names the closest), another shape, integers instead of floats
-                or the reverse, or a file that cannot be read.
         """
 
     @abstractmethod
@@ -247,12 +226,7 @@ class Weights(ABC):
 
 
 class WeightFiles(Weights):
-    """The safetensors of a Hugging Face model folder: ``model.safetensors``, or the shards of an index.
-
-    Raises:
-        CheckpointError: no folder, no safetensors in it, a shard missing, a file truncated or corrupt, or an index that
-            does not match its shards.
-    """
+    """The safetensors of a Hugging Face model folder: ``model.safetensors``, or the shards of an index."""
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)

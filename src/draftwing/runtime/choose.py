@@ -29,7 +29,6 @@ def runtime_for(
     """The runtime of a network on this machine, and the layout of its matrices.
 
     Args:
-        dtype: of the network's arithmetic.
         is_dense: True if it has no experts.
         may_round: True if ``dtype`` bfloat16 may mean float32 states that only products round.
         prepack: False keeps plain weights, for training.

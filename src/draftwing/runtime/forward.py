@@ -33,28 +33,20 @@ PREFILL_CHUNK = 256
 
 @dataclass(frozen=True)
 class NetShape:
-    """Sizes of a network.
-
-    Attributes:
-        windows: each layer's sliding window, or None.
-        vocab_size: V of its logits.
-        feature_width, state_width: F of features and H of states that entries read; 0 if they read tokens alone.
-        out_width: width of the second result of ``forward``.
-        is_shifted: True if an entry reads its token, False if it reads that of its parent.
-        is_sparse: True if its logits leave tokens out, which hold -inf.
-    """
+    """Sizes of a network."""
 
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    windows: Sequence[int | None]
-    vocab_size: int
+    windows: Sequence[int | None]  # each layer's sliding window, or None
+    vocab_size: int  # V of its logits
+    # feature_width, state_width: F of features and H of states that entries read; 0 if they read tokens alone
     feature_width: int = 0
     state_width: int = 0
-    out_width: int = 0
-    is_shifted: bool = True
-    is_sparse: bool = False
+    out_width: int = 0  # width of the second result of ``forward``
+    is_shifted: bool = True  # True if an entry reads its token, False if it reads that of its parent
+    is_sparse: bool = False  # True if its logits leave tokens out, which hold -inf
 
 
 class Net(Protocol):
@@ -85,31 +77,21 @@ class Net(Protocol):
 
 @dataclass(frozen=True)
 class Entries:
-    """The nodes of a batch of trees that a forward reads.
+    """The nodes of a batch of trees that a forward reads."""
 
-    Attributes:
-        tree: the trees, of which the nodes from ``first_node`` on are run; earlier ones are in their slots already.
-        lengths: (B,) slots of each row before its tree; empty in a recording.
-        first_row: the row of the first tree.
-        ids: (B, W) the token that each entry reads, PAD if unused; None for its node's token.
-        states: (B, W, H), or None if the network reads tokens alone.
-        prompt_lengths: (B,) for rotations that depend on them.
-        view: the slots before the trees that attention reads; None for all.
-        watched: (L, K, S) float32 of one row, to which the attention weights of the S slots before its tree are added.
-            The entries' own slots are then read, not written.
-        rows: (B,) the row of each tree, on the device; None for those from ``first_row`` on.
-    """
-
+    # the trees, of which the nodes from ``first_node`` on are run; earlier ones are in their slots already
     tree: DraftTree
-    lengths: Sequence[int]
-    first_row: int = 0
+    lengths: Sequence[int]  # (B,) slots of each row before its tree; empty in a recording
+    first_row: int = 0  # the row of the first tree
     first_node: int = 0
-    ids: Tensor | None = None
-    states: Tensor | None = None
-    prompt_lengths: Sequence[int] | None = None
-    view: View | None = None
+    ids: Tensor | None = None  # (B, W) the token that each entry reads, PAD if unused; None for its node's token
+    states: Tensor | None = None  # (B, W, H), or None if the network reads tokens alone
+    prompt_lengths: Sequence[int] | None = None  # (B,) for rotations that depend on them
+    view: View | None = None  # the slots before the trees that attention reads; None for all
+    # (L, K, S) float32 of one row, to which the attention weights of the S slots before its tree are added. The
+    # entries' own slots are then read, not written.
     watched: Tensor | None = None
-    rows: Tensor | None = None
+    rows: Tensor | None = None  # (B,) the row of each tree, on the device; None for those from ``first_row`` on
 
     @property
     def tokens(self) -> Tensor:
@@ -128,11 +110,9 @@ Outputs = tuple[Tensor | None, Tensor | None]  # logits, and the second output
 
 
 class Runner(ABC):
-    """Runs a network over the KV slots of one decoder.
+    """Runs a network over the KV slots of one decoder, in ``cache`` (another runner's if the network shares them).
 
-    Attributes:
-        cache: its slots; those of another runner if the network shares them.
-        keeps_outputs: whether outputs of ``forward`` stay valid after the next call.
+    With ``keeps_outputs``, outputs of ``forward`` stay valid after the next call.
     """
 
     cache: KVCache
@@ -173,11 +153,7 @@ class Runner(ABC):
         return Verified(logits, out, tree)
 
     def draft(self, request: DraftRequest, verify: VerifyRequest | None = None) -> Drafted:
-        """Read the unread entries and grow a tree below the last one of every row.
-
-        Args:
-            verify: verify the trees as well, if this runner can do that in the same call (``Drafted.verified``).
-        """
+        """Read the unread entries and grow a tree below the last one of every row, and verify it if this runner can."""
         prompts, view = request.prompt_lengths, request.view
         chain, last, states = self.catch_up(request)
         entries = Entries(chain, request.lengths, states=states, prompt_lengths=prompts, view=view)
@@ -225,10 +201,7 @@ class Runner(ABC):
         *,
         start: int = 0,
     ) -> Tensor | None:
-        """Write the slots of tokens in a row from ``start`` on, in chunks; returns the second output (1, T, F or H).
-
-        ``features`` are (1, T, F).
-        """
+        """Write a row's slots from ``start`` on, in chunks of ids and features (1, T, F); returns the second output."""
         self.reserve(row + 1, start + len(ids) + 1)
         if not start:
             self.cache.clear(row)

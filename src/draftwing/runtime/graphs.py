@@ -38,10 +38,7 @@ T = TypeVar("T")
 
 
 class Record(Protocol):
-    """Records a function without arguments, which may run several times meanwhile, and returns one that replays it.
-
-    All replays return the same tensors and overwrite them.
-    """
+    """Records a function, maybe by several runs, and returns one that replays it into the same tensors."""
 
     num_recorded: int
 
@@ -179,34 +176,22 @@ def round_up_slots(count: int, cache: KVCache) -> int:
 
 
 class _Bucket(NamedTuple):
-    """The static inputs of one recorded forward.
+    """The static inputs of one recorded forward."""
 
-    Attributes:
-        tokens, parents: (B, N) of the trees, followed by values of earlier trees.
-        lengths: (B,) committed tokens.
-        table: the recorded rotation factors: kept alive, since a longer table may replace them in the net.
-    """
-
+    # tokens, parents: (B, N) of the trees, followed by values of earlier trees
     tokens: Tensor
     parents: Tensor
-    lengths: Tensor
-    table: Tensor
+    lengths: Tensor  # (B,) committed tokens
+    table: Tensor  # the recorded rotation factors: kept alive, since a longer table may replace them in the net
 
 
 class _Prompt(NamedTuple):
-    """The static inputs of a recorded piece of a prompt.
+    """The static inputs of a recorded piece of a prompt."""
 
-    Attributes:
-        numbers: (B, 2) of each row: its number, and its committed tokens.
-        tokens: (B, W).
-        states: (B, W, H), or None.
-        table: see ``_Bucket``.
-    """
-
-    numbers: Tensor
-    tokens: Tensor
-    states: Tensor | None
-    table: Tensor
+    numbers: Tensor  # (B, 2) of each row: its number, and its committed tokens
+    tokens: Tensor  # (B, W)
+    states: Tensor | None  # (B, W, H), or None
+    table: Tensor  # see ``_Bucket``
 
 
 class RecordedRunner(EagerRunner):
@@ -414,11 +399,9 @@ class GraphRuntime:
 
 
 class _StaticSampling(SamplingBatch):
-    """Temperatures and noise in static tensors; ``all_greedy`` is fixed.
+    """Temperatures and noise for ``num_levels`` positions in static tensors; ``all_greedy`` is fixed.
 
-    Args:
-        like: rows of the same kind, at most ``num_rows``.
-        num_levels: positions to hold noise for.
+    ``like`` are rows of the same kind, at most ``num_rows``.
     """
 
     def __init__(self, like: SamplingBatch, num_rows: int, num_levels: int) -> None:

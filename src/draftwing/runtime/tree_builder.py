@@ -50,33 +50,21 @@ class DraftRequest:
     """A tree to draft for every row, as plain data for whatever runs the network.
 
     Before a row's tree grows, the network reads the row's unread entries; the last one is the root's.
-
-    Attributes:
-        ctx: the running rows.
-        active: (B,) rows to draft for; the others get a lone root.
-        sampling, budget: the rows' sampling, and shape and size of the trees.
-        calibration: how scores become probabilities at T > 0.
-        tokens: token ids of each row's unread entries.
-        lengths: (B,) entries of each row that are in its KV slots already.
-        root_slots: (B,) KV slot of each root.
-        features: (B, at least W, F) of the unread entries; None if the network reads tokens alone.
-        view: the KV slots that attention reads, of ``lengths``; None for all.
-        prompt_lengths: (B,) for rotations that depend on them.
-        wants_places: whether ``Drafted.places`` is needed.
     """
 
-    ctx: Context
-    active: Sequence[bool]
+    ctx: Context  # the running rows
+    active: Sequence[bool]  # (B,) rows to draft for; the others get a lone root
+    # sampling, budget: the rows' sampling, and shape and size of the trees
     sampling: SamplingBatch
     budget: Budget
-    calibration: Calibration
-    tokens: Sequence[Sequence[int]]
-    lengths: Sequence[int]
-    root_slots: Sequence[int]
-    features: Tensor | None = None
-    view: View | None = None
-    prompt_lengths: Sequence[int] | None = None
-    wants_places: bool = False
+    calibration: Calibration  # how scores become probabilities at T > 0
+    tokens: Sequence[Sequence[int]]  # token ids of each row's unread entries
+    lengths: Sequence[int]  # (B,) entries of each row that are in its KV slots already
+    root_slots: Sequence[int]  # (B,) KV slot of each root
+    features: Tensor | None = None  # (B, at least W, F) of the unread entries; None if the network reads tokens alone
+    view: View | None = None  # the KV slots that attention reads, of ``lengths``; None for all
+    prompt_lengths: Sequence[int] | None = None  # (B,) for rotations that depend on them
+    wants_places: bool = False  # True if ``Drafted.places`` is needed
 
     @property
     def roots(self) -> list[int]:
@@ -138,41 +126,27 @@ class VerifyRequest(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """One target forward over whole trees.
+    """One target forward over whole trees."""
 
-    Attributes:
-        logits: (B, N, V).
-        out: (B, N, F) features, or None. With ``accepted``, those of the kept nodes in path order.
-        tree: the trees, with ``DraftTree.paths`` if the forward computed them.
-        accepted: the kept nodes, if the runner has already committed them.
-        seconds: duration, if the verification was part of the call that drafted.
-    """
-
-    logits: Tensor
-    out: Tensor | None
-    tree: DraftTree
-    accepted: Accepted | None = None
-    seconds: float = 0.0
+    logits: Tensor  # (B, N, V)
+    out: Tensor | None  # (B, N, F) features, or None. With ``accepted``, those of the kept nodes in path order.
+    tree: DraftTree  # the trees, with ``DraftTree.paths`` if the forward computed them
+    accepted: Accepted | None = None  # the kept nodes, if the runner has already committed them
+    seconds: float = 0.0  # duration, if the verification was part of the call that drafted
 
 
 class Drafted(NamedTuple):
-    """Finished trees.
+    """Finished trees."""
 
-    Attributes:
-        tree: the trees to verify.
-        places: (B, N) index of each node among those that the network ran, in slot order; PAD for leaves, which it did
-            not run. None if each node has its own index.
-        num_levels: levels below the root that the network ran.
-        states: (B, at most N, H) of a chain: second output of a network that reads tokens alone, for the nodes it ran.
-        verified: the forward of ``tree``, if a ``VerifyRequest`` could be served in the same call.
-        resume: finishes the target's forward of ``tree``, part of which drafting has run: returns (B, N, V) logits.
-    """
-
-    tree: DraftTree
+    tree: DraftTree  # the trees to verify
+    # (B, N) index of each node among those that the network ran, in slot order; PAD for leaves, which it did not run.
+    # None if each node has its own index.
     places: Tensor | None = None
-    num_levels: int = 0
+    num_levels: int = 0  # levels below the root that the network ran
+    # (B, at most N, H) of a chain: second output of a network that reads tokens alone, for the nodes it ran
     states: Tensor | None = None
-    verified: Verified | None = None
+    verified: Verified | None = None  # the forward of ``tree``, if a ``VerifyRequest`` could be served in the same call
+    # finishes the target's forward of ``tree``, part of which drafting has run: returns (B, N, V) logits
     resume: Callable[[], Tensor] | None = None
 
     def slots_of(self, path: Tensor) -> Tensor:
@@ -187,17 +161,11 @@ class Drafted(NamedTuple):
 
 @dataclass(frozen=True)
 class StaticLevel:
-    """One level of a static tree.
+    """One level of a static tree."""
 
-    Attributes:
-        parents: index of each node's parent among the expanded nodes of the level above.
-        ranks: which child of its parent each node is, from 0.
-        expanded: indices of the nodes that have children.
-    """
-
-    parents: tuple[int, ...]
-    ranks: tuple[int, ...]
-    expanded: tuple[int, ...]
+    parents: tuple[int, ...]  # index of each node's parent among the expanded nodes of the level above
+    ranks: tuple[int, ...]  # which child of its parent each node is, from 0
+    expanded: tuple[int, ...]  # indices of the nodes that have children
 
     @cache  # noqa: B019  # a handful of shapes, which recorded drafts refer to by address
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -307,7 +275,6 @@ class TreeBuilder:
         active: rows to draft for; (B, 1) int64 in a recording, where the host must not know.
         starts: (B,) absolute position of the token after each root.
         history: committed tokens, if a row has penalties.
-        wants_places: whether ``Drafted.places`` is needed.
     """
 
     def __init__(
@@ -348,8 +315,7 @@ class TreeBuilder:
     def grow(self, logits: Tensor, states: Tensor | None, run_level: RunLevel, *, shifted: bool) -> Drafted:
         """Grow the trees from the roots' logits (B, 1, V) and states (B, 1, H).
 
-        Args:
-            shifted: an entry reads its own token, not its parent's.
+        If ``shifted``, an entry reads its own token, not its parent's.
         """
         start = 0
         while True:
@@ -546,26 +512,21 @@ def num_worthwhile(ranked: Sequence[Sequence[float]], rule: GrowthRule, max_node
 
 @dataclass
 class _RowTree:
-    """One row's nodes in the order in which they were added, parents first; node 0 is the root.
-
-    Attributes:
-        node_probs: the drafter's probability of each node given its parent.
-        path_probs: the probability that the node is accepted, from acceptance rates.
-        places: index among the expanded nodes; PAD for leaves.
-        order: all nodes but the root by ``path_probs``; equal ones as they were added.
-        expanded: the newest level's expanded nodes; PAD if the row has fewer than others.
-        newest: the first node of the newest level.
-    """
+    """One row's nodes in the order in which they were added, parents first; node 0 is the root."""
 
     tokens: list[int]
     parents: list[int] = field(default_factory=lambda: [-1])
+    # the drafter's probability of each node given its parent
     node_probs: list[float] = field(default_factory=lambda: [1.0])
+    # the probability that the node is accepted, from acceptance rates
     path_probs: list[float] = field(default_factory=lambda: [1.0])
     depths: list[int] = field(default_factory=lambda: [0])
-    places: list[int] = field(default_factory=lambda: [0])
+    places: list[int] = field(default_factory=lambda: [0])  # index among the expanded nodes; PAD for leaves
+    # all nodes but the root by ``path_probs``; equal ones as they were added
     order: list[int] = field(default_factory=list)
+    # the newest level's expanded nodes; PAD if the row has fewer than others
     expanded: list[int] = field(default_factory=lambda: [0])
-    newest: int = 1
+    newest: int = 1  # the first node of the newest level
 
 
 class RuledTrees:

@@ -40,37 +40,20 @@ _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a server.
-
-    Attributes:
-        names: names of the model; the first one is shown, all are accepted.
-        max_batch: requests decoded at once.
-        max_waiting: requests beyond these that may wait.
-        max_body: bytes per request.
-        max_nodes: nodes of the largest tree that a request may choose.
-        max_tokens: tokens of a chat answer if the request sets no limit; None is the rest of the context.
-        api_keys: accepted keys; without any, no key is needed.
-        hosts: accepted host names; without any, all are.
-        kv_memory: see ``LM.engine``.
-    """
-
-    names: tuple[str, ...]
-    max_batch: int = 8
-    max_waiting: int = 64
-    max_body: int = 8 * 2**20
-    max_nodes: int = 64
+    names: tuple[str, ...]  # names of the model; the first one is shown, all are accepted
+    max_batch: int = 8  # requests decoded at once
+    max_waiting: int = 64  # requests beyond these that may wait
+    max_body: int = 8 * 2**20  # bytes per request
+    max_nodes: int = 64  # nodes of the largest tree that a request may choose
+    # tokens of a chat answer if the request sets no limit; None is the rest of the context
     max_tokens: int | None = None
-    api_keys: tuple[str, ...] = ()
-    hosts: tuple[str, ...] = ()
-    kv_memory: int | None = None
+    api_keys: tuple[str, ...] = ()  # accepted keys; without any, no key is needed
+    hosts: tuple[str, ...] = ()  # accepted host names; without any, all are
+    kv_memory: int | None = None  # see ``LM.engine``
 
 
 def make_app(lm: LM, settings: Settings) -> FastAPI:
-    """Create an app that serves an ``LM``. ``app.state.worker`` decodes, and starts and stops with the app.
-
-    Raises:
-        ConfigError, SamplingError: an invalid setting, or an invalid value in the model's generation_config.json.
-    """
+    """Create an app that serves an ``LM``. ``app.state.worker`` decodes, and starts and stops with the app."""
     engine = lm.engine(max_batch=settings.max_batch, kv_memory=settings.kv_memory)
     defaults = Defaults.for_model(lm, engine, settings.max_tokens, settings.max_nodes)
     metrics = Metrics(settings.names[0])
@@ -202,15 +185,10 @@ def _responses(*statuses: int, kind: str = "application/json") -> dict[int | str
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Limits of connections, against clients that open many or send slowly.
+    """Limits of connections, against clients that open many or send slowly."""
 
-    Attributes:
-        header_timeout: seconds for the headers of a request to arrive.
-        max_connections: open at once, in addition to one for each request that may run or wait.
-    """
-
-    header_timeout: float = 20.0
-    max_connections: int = 512
+    header_timeout: float = 20.0  # seconds for the headers of a request to arrive
+    max_connections: int = 512  # open at once, in addition to one for each request that may run or wait
 
 
 class _Connection(HttpToolsProtocol):
@@ -258,12 +236,6 @@ class GracefulServer(uvicorn.Server):
     """Serves an app until the first signal, then answers the requests that it has accepted.
 
     It stops when all are answered or ``patience`` seconds have passed; what is unfinished then is cut off.
-
-    Args:
-        app: from ``make_app``.
-        patience: seconds.
-        limits: of connections.
-        log_level: of uvicorn.
     """
 
     def __init__(
@@ -311,11 +283,7 @@ class GracefulServer(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """Return sockets bound to every address of ``host``, which do not listen yet.
-
-    Raises:
-        ConfigError: the host has no address here, or the port is in use or reserved.
-    """
+    """Return sockets bound to every address of ``host``, which do not listen yet."""
     bound: list[socket.socket] = []
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -358,15 +326,6 @@ def _cannot_listen(host: str, port: int, error: Exception) -> ConfigError:
     return ConfigError(f"cannot listen at {shown(host)}: {fix}")
 
 
-def run(app: FastAPI, sockets: list[socket.socket], *, patience: float = 30.0, log_level: str = "info") -> None:
-    """Serve until SIGTERM or Ctrl-C.
-
-    Args:
-        app: from ``make_app``.
-        sockets: from ``bind``.
-        patience, log_level: see ``GracefulServer``.
-
-    Raises:
-        ConfigError: another program listens there by now.
-    """
-    GracefulServer(app, patience=patience, log_level=log_level).run(sockets)
+def run(app: FastAPI, sockets: list[socket.socket], *, patience: float) -> None:
+    """Serve an app of ``make_app`` on sockets of ``bind`` until SIGTERM or Ctrl-C; see ``GracefulServer``."""
+    GracefulServer(app, patience=patience).run(sockets)

@@ -19,7 +19,6 @@ class Guard:
     """An ASGI middleware. Keys protect ``/v1``, ``/inspector`` and all writes; health, metrics and the page are open.
 
     Args:
-        app: the protected app.
         max_body: bytes.
         accept: returns a context that counts a request which writes, or raises ClosedError.
         api_keys: the accepted keys; without any, no key is needed.

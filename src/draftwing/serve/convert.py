@@ -45,27 +45,16 @@ To call one, answer with a JSON object inside of <tool_call></tool_call> and not
 
 @dataclass(frozen=True)
 class Defaults:
-    """Values for fields that a request leaves out.
+    """Values for fields that a request leaves out."""
 
-    Attributes:
-        room_for: see ``Engine.room_for``.
-        sampling: fields of ``Sampling``.
-        max_tokens: the limit of chat answers; None is the rest of the context.
-        max_nodes: the largest tree that a request may choose.
-    """
-
-    room_for: Callable[[int], int]
-    sampling: dict[str, Any] = field(default_factory=dict)
-    max_tokens: int | None = None
-    max_nodes: int = 64
+    room_for: Callable[[int], int]  # see ``Engine.room_for``
+    sampling: dict[str, Any] = field(default_factory=dict)  # fields of ``Sampling``
+    max_tokens: int | None = None  # the limit of chat answers; None is the rest of the context
+    max_nodes: int = 64  # the largest tree that a request may choose
 
     @classmethod
     def for_model(cls, lm: LM, engine: Engine, max_tokens: int | None = None, max_nodes: int = 64) -> Defaults:
-        """Read the sampling defaults from the model's ``generation_config.json``; without one, temperature is 1.
-
-        Raises:
-            SamplingError: the file contains an invalid value.
-        """
+        """Read the sampling defaults from the model's ``generation_config.json``; without one, temperature is 1."""
         sampling: dict[str, Any] = {"temperature": 1.0}
         folder = getattr(lm.target, "folder", None)
         file = None if folder is None else folder / "generation_config.json"
@@ -87,27 +76,14 @@ class Defaults:
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A validated request.
-
-    Attributes:
-        sequences: the prompt ids and sampling of each choice, in order.
-        options: further options of ``Engine.submit``, for all sequences.
-        tool_names: functions whose calls are parsed; None parses no calls.
-        max_calls: calls per sequence; None is no limit.
-    """
-
-    sequences: list[tuple[list[int], Sampling]]
-    options: dict[str, Any]
-    tool_names: tuple[str, ...] | None = None
-    max_calls: int | None = None
+    sequences: list[tuple[list[int], Sampling]]  # the prompt ids and sampling of each choice, in order
+    options: dict[str, Any]  # further options of ``Engine.submit``, for all sequences
+    tool_names: tuple[str, ...] | None = None  # functions whose calls are parsed; None parses no calls
+    max_calls: int | None = None  # calls per sequence; None is no limit
 
 
 def parse_chat(body: ChatBody, lm: LM, defaults: Defaults) -> ParsedRequest:
-    """Validate and encode a chat request. Slow: applies the template and compiles grammars.
-
-    Raises:
-        Refusal: the request is invalid.
-    """
+    """Validate and encode a chat request. Slow: applies the template and compiles grammars."""
     if body.top_logprobs is not None and not body.logprobs:
         raise Refusal(400, "top_logprobs needs logprobs: true", "top_logprobs")
     tools = [] if body.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
@@ -136,11 +112,7 @@ def parse_chat(body: ChatBody, lm: LM, defaults: Defaults) -> ParsedRequest:
 
 
 def forced_schema(body: ChatBody, tools: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the JSON schema of the tool call that the answer must be; None if the model may choose.
-
-    Raises:
-        Refusal: ``tool_choice`` names a tool that does not exist.
-    """
+    """Return the JSON schema of the tool call that the answer must be; None if the model may choose."""
     choice = body.tool_choice
     if choice is None or choice in ("none", "auto"):
         return None
@@ -152,7 +124,6 @@ def forced_schema(body: ChatBody, tools: Sequence[dict[str, Any]]) -> dict[str, 
 
 
 def call_schemas(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the JSON schema of a call of each tool."""
     return [
         {
             "type": "object",
@@ -192,9 +163,6 @@ def template_messages(body: ChatBody) -> list[dict[str, Any]]:
     """Return the messages for a chat template: parts joined, arguments of calls as objects, null fields left out.
 
     A refusal of an earlier answer is its text.
-
-    Raises:
-        Refusal: a part that is not text, or a tool call without a function.
     """
     messages = []
     for number, message in enumerate(body.messages):
@@ -267,11 +235,6 @@ def messages_with_tools(
 
 
 def parse_completion(body: CompletionBody, lm: LM, defaults: Defaults) -> ParsedRequest:
-    """Validate and encode a completion request.
-
-    Raises:
-        Refusal: the request is invalid.
-    """
     prompts: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     if not prompts or isinstance(prompts[0], int):
         prompts = [prompts]
@@ -358,11 +321,7 @@ def _constraint(
 
 
 def _budget(speculation: Speculation, most_nodes: int) -> Budget | AtMost | str | None:
-    """Return the option ``speculation`` of ``Engine.submit``.
-
-    Raises:
-        ConfigError: the tree is invalid, or larger than ``most_nodes``.
-    """
+    """Return the option ``speculation`` of ``Engine.submit``."""
     if speculation.draft == "none" or speculation.max_nodes == 0:
         return "none"
     tree, max_nodes = speculation.tree or "auto", speculation.max_nodes

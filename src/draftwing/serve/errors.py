@@ -27,14 +27,7 @@ _RETRY_AFTER_S = 1
 
 
 class Refusal(Exception):
-    """An error response.
-
-    Args:
-        status: the HTTP status.
-        message: the problem, and how to fix it.
-        param: the field with the problem.
-        code: an identifier such as ``model_not_found``.
-    """
+    """An error response: a message, the field ``param`` with the problem, a ``code`` such as ``model_not_found``."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -48,7 +41,6 @@ class Refusal(Exception):
 
     @property
     def response(self) -> Response:
-        """The response."""
         headers = {}
         if self.status in (429, 503):
             headers["Retry-After"] = str(_RETRY_AFTER_S)
@@ -58,7 +50,6 @@ class Refusal(Exception):
 
 
 def refusal_for(error: DraftwingError, param: str | None = None) -> Refusal:
-    """Return the response for an error of Draftwing."""
     if isinstance(error, BusyError):
         return Refusal(429, str(error), code="too_many_requests")
     if isinstance(error, ClosedError):

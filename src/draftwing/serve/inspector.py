@@ -23,9 +23,8 @@ from draftwing.methods.base import Drafter
 from draftwing.methods.ensemble import CombinedDrafter
 from draftwing.serve.convert import Defaults, parse_chat, parse_completion
 from draftwing.serve.errors import Refusal, dumps, refusal_for
-from draftwing.serve.lesson import lesson
 from draftwing.serve.models import ChatBody, CompletionBody, Message
-from draftwing.serve.trace import TokenNames
+from draftwing.serve.trace import TokenNames, lesson
 
 _MAX_LESSON_TOKENS = 4096
 _PAGE_HEADERS = {
@@ -60,15 +59,7 @@ class _LessonBody(BaseModel):
 
 
 def install_inspector(app: FastAPI, lm: LM, model: str, defaults: Defaults, *, needs_key: bool) -> None:
-    """Add the inspector's routes, and the page at the root, which must come last.
-
-    Args:
-        app: the server.
-        lm: the served model.
-        model: its name.
-        defaults: sampling defaults, as for requests.
-        needs_key: whether requests need an API key.
-    """
+    """Add the inspector's routes, and the page at the root, which must come last."""
     names = TokenNames(lm.tokenizer)
     lock = asyncio.Lock()  # one lesson at a time, since lessons compete with requests
 

@@ -41,14 +41,7 @@ class _Histogram:
 
 
 class Metrics(Collector):
-    """Counts a worker's steps. The worker's thread adds them, any thread collects.
-
-    Args:
-        model: the label ``model_name`` of every series.
-
-    Attributes:
-        registry: contains only these metrics.
-    """
+    """Counts a worker's steps, which its thread adds; any thread collects. ``model`` labels every series."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -67,7 +60,6 @@ class Metrics(Collector):
         self._engine = engine
 
     def add_step(self, step: Step, tickets: dict[int, Ticket], now: float) -> None:
-        """Count a step."""
         counts = self._counts
         with self._lock:
             for row in step.rows:
@@ -92,7 +84,6 @@ class Metrics(Collector):
                     self._times["inter_token_latency_seconds"].add((now - before) / num_tokens, num_tokens)
 
     def add_end(self, ticket: Ticket, now: float) -> None:
-        """Count a request that has ended."""
         with self._lock:
             self._last.pop(ticket.request.id, None)
             reason = str(ticket.request.finish_reason)

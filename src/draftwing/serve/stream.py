@@ -24,12 +24,7 @@ _MIN_LOGPROB = -9999.0  # JSON has no infinity
 
 
 def speculation_metrics(rows: Iterable[RowStep], *, detailed: bool = False) -> dict[str, Any]:
-    """Return the statistics of speculation in these steps, under vLLM's names.
-
-    Args:
-        rows: all steps; those without drafts do not count.
-        detailed: if True, add two lists with an entry for each step with drafts.
-    """
+    """Return statistics of the steps with drafts, under vLLM's names; if ``detailed``, also two lists of each step."""
     drafted, accepted = [], []
     for row in rows:
         if row.num_drafted:
@@ -83,18 +78,7 @@ class _Choice:
 
 
 class ServedAnswer:
-    """Submits the sequences of a request to the worker and formats their output.
-
-    Args:
-        worker: decodes the sequences.
-        lm: the model behind the worker.
-        body: the request, a chat or a completion.
-        parsed: the same, parsed.
-        model: the name of the model in the answer.
-
-    Raises:
-        Refusal: the server is busy or closed, or the engine rejects the request.
-    """
+    """Submits the sequences of a request to the worker and formats their output."""
 
     def __init__(
         self, worker: Worker, lm: LM, body: ChatBody | CompletionBody, parsed: ParsedRequest, model: str
@@ -135,11 +119,7 @@ class ServedAnswer:
                 self._worker.cancel(choice.ticket)
 
     async def whole(self) -> bytes:
-        """Return the complete answer as a JSON object.
-
-        Raises:
-            Refusal: a sequence failed.
-        """
+        """Return the complete answer as a JSON object."""
         async for choice, parts, done in self._parts():
             choice.take(parts, done)
         choices = []

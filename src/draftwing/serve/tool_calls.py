@@ -29,17 +29,11 @@ class Call:
 
 @dataclass
 class Delta:
-    """A change to a sequence's calls: a new call, or more arguments of the latest one.
+    """A change to a sequence's calls: a new call, or more arguments of the latest one."""
 
-    Attributes:
-        index: the call's index in its sequence.
-        call: the new call, with empty arguments; None for an earlier one.
-        arguments: the text to append to its arguments.
-    """
-
-    index: int
-    call: Call | None = None
-    arguments: str = ""
+    index: int  # the call's index in its sequence
+    call: Call | None = None  # the new call, with empty arguments; None for an earlier one
+    arguments: str = ""  # the text to append to its arguments
 
 
 class _NoCallError(Exception):
@@ -50,17 +44,10 @@ _Parser = Generator[None, str, str]  # receives characters; returns the one afte
 
 
 class ToolReader:
-    """Splits a growing text into plain text and calls.
+    """Splits a growing text into plain text and calls of the functions ``names``, of which ``max_calls`` are reported.
 
     A call is reported when its name and the beginning of its arguments are complete, and then as it grows. Text that
     may become a call is held back, and returned if it does not. Text after a call that is not a call is dropped.
-
-    Args:
-        names: the functions that may be called.
-        max_calls: calls to report; None reports all.
-
-    Attributes:
-        is_open: True while a call is incomplete.
     """
 
     def __init__(self, names: Sequence[str], max_calls: int | None = None) -> None:

@@ -128,11 +128,6 @@ class Grammars:
         tokenizer: the target's.
         vocab_size: the number of its logits.
         eos_ids: tokens that end a text.
-
-    Raises:
-        UnsupportedError: llguidance is not installed.
-        TokenizerError: it cannot read this tokenizer.
-        ConfigError: the target has no end token.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:

@@ -42,18 +42,13 @@ FORMS = (
 
 @dataclass(frozen=True)
 class Text:
-    """A document or a dialogue.
+    """A document or a dialogue."""
 
-    Attributes:
-        text: the document; None for a dialogue.
-        messages: the dialogue.
-        bare: the dialogue is one text under ``prompt``: a model without a chat template continues it unchanged.
-        ended: False for a document that was cut off (``finish_reason`` is ``length``): no end token closes it.
-    """
-
-    text: str | None = None
-    messages: tuple[Message, ...] = ()
+    text: str | None = None  # the document; None for a dialogue
+    messages: tuple[Message, ...] = ()  # the dialogue
+    # the dialogue is one text under ``prompt``: a model without a chat template continues it unchanged
     bare: bool = False
+    # False for a document that was cut off (``finish_reason`` is ``length``): no end token closes it
     ended: bool = True
 
 
@@ -71,9 +66,6 @@ def read_record(entry: object, where: str, problem: type[DraftwingError]) -> Tex
             with ``input`` and ``output``, or ``text``. Answers may be missing.
         where: file and line, for messages.
         problem: the error to raise.
-
-    Raises:
-        DraftwingError: of the class ``problem``: the entry is none of these.
     """
     if not isinstance(entry, dict):
         raise problem(f"{where}: expected an object with {FORMS}, found {shown(entry)}: fix or delete it")
@@ -165,9 +157,6 @@ def check_prompt(prompt: object) -> Prompt:
 
     Args:
         prompt: any of these; ids may be an array or a tensor of one dimension.
-
-    Raises:
-        PromptError: it is none of these. An empty list of ids passes: the target decides what it means.
     """
     if isinstance(prompt, str):
         return check_text(prompt)
@@ -235,9 +224,6 @@ def join_parts(parts: Sequence[object], role: object, number: int) -> str:
         parts: ``{"type": "text", "text": ...}``; an assistant's may be ``{"type": "refusal", "refusal": ...}`` too.
         role: of the message.
         number: of the message, for errors.
-
-    Raises:
-        PromptError: a part of another kind.
     """
     texts, kinds = [], ("text", "refusal") if role == "assistant" else ("text",)
     for part in parts:
@@ -253,11 +239,7 @@ def join_parts(parts: Sequence[object], role: object, number: int) -> str:
 
 
 def prepare_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
-    """Return messages whose content is text, and True if the model continues the last one (``"prefix": True``).
-
-    Raises:
-        PromptError: a part is not text, or a prefix is not the beginning of an answer.
-    """
+    """Return messages whose content is text, and True if the model continues the last one (``"prefix": True``)."""
     prepared, is_open = [dict(message) for message in messages], False
     for number, message in enumerate(prepared, 1):
         prefix, role = message.pop("prefix", None), message.get("role")
@@ -308,10 +290,6 @@ def read_prompts(source: Path | str, limit: int | None = None) -> list[Prompt]:
     A ``.jsonl`` file (or text whose first line is a JSON object) has one prompt per line, a ``.json`` file a list of
     them, each in any form of ``read_record``. A dialogue is a prompt up to its last question, ``turns`` up to the
     first. Anything else is one prompt.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-        PromptError: a line is no such object (named by number), or there is no prompt at all.
     """
     text = _read_text(source)
     if not _has_entries(text, source):

@@ -40,9 +40,6 @@ class Tokenizer:
 
     Args:
         folder: a Hugging Face folder.
-
-    Raises:
-        TokenizerError: the folder has no tokenizer, or one that cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -79,11 +76,7 @@ class Tokenizer:
 
     @property
     def pretrained(self) -> Any:
-        """The tokenizer of transformers, loaded at first use: the import takes seconds.
-
-        Raises:
-            TokenizerError: transformers cannot load it.
-        """
+        """The tokenizer of transformers, loaded at first use: the import takes seconds."""
         if self._slow is None:
             with _LOADING:
                 if self._slow is None:
@@ -98,9 +91,9 @@ class Tokenizer:
         if "added_tokens_decoder" in config:
             listed = {int(index): _added_token(token) for index, token in config["added_tokens_decoder"].items()}
         else:
-            config |= self._read_json("special_tokens_map.json")
+            config |= self.read_json("special_tokens_map.json")
             special = {_added_token(value).content for key, value in config.items() if key in _NAMED and value}
-            for content, index in self._read_json("added_tokens.json").items():
+            for content, index in self.read_json("added_tokens.json").items():
                 is_special = content in special
                 listed[index] = AddedToken(content, normalized=not is_special, special=is_special)
         tokens = [token for _, token in sorted(listed.items(), key=lambda item: item[0]) if repr(token) not in known]
@@ -122,9 +115,10 @@ class Tokenizer:
 
     @cached_property
     def _config(self) -> dict[str, Any]:
-        return self._read_json("tokenizer_config.json")
+        return self.read_json("tokenizer_config.json")
 
-    def _read_json(self, name: str) -> dict[str, Any]:
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Return the object in a file of the folder; empty if there is none."""
         file = self.folder / name
         try:
             content = read_json(file) if file.exists() else {}
@@ -203,11 +197,7 @@ class Tokenizer:
         return prepared
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """Return the text of a dialogue through the chat template; ``variables`` are the template's.
-
-        Raises:
-            TokenizerError: there is no chat template, or it refuses the messages.
-        """
+        """Return the text of a dialogue through the chat template; ``variables`` are the template's."""
         return self._render(self.template_messages(messages), **variables)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
@@ -219,10 +209,6 @@ class Tokenizer:
         Args:
             messages: role and content, and whatever else the template reads.
             variables: of the template, such as ``tools``.
-
-        Raises:
-            TokenizerError: there is no chat template, or it refuses the messages.
-            PromptError: the rendered text cannot be encoded, a part is not text, or another message has a prefix.
         """
         dialogue, is_open = prepare_messages(messages)
         if is_open:

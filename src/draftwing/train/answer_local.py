@@ -24,21 +24,13 @@ from draftwing.tree import Accepted, DraftTree
 
 
 class LMAnswerer:
-    """Answers tasks with an ``LM``.
+    """Answers tasks with an ``LM``, up to ``max_batch`` at once.
 
     Dialogues are rendered by the chat template; without one their messages are joined by empty lines, as in training.
 
     Args:
-        sampling: of every answer; its seed is mixed with each task's id. From several, each task gets one (see
-            ``sampling_of``).
-        max_batch: tasks at once.
+        sampling: one, or several of which each task gets one (see ``sampling_of``).
         states: the hidden states to keep of all tokens that are read and written (``AnsweredTask.row``).
-
-    Attributes:
-        num_tokens: written so far.
-
-    Raises:
-        ConfigError: ``max_batch`` below 1.
     """
 
     def __init__(
@@ -99,10 +91,7 @@ class LMAnswerer:
             yield answer.finish(str(error))
 
     def _row(self, answer: AnsweredTask, request: Request) -> CacheRow | None:
-        """Return a row of the text up to the end of a request's answer; what the assistant wrote counts.
-
-        The prompt holds the earlier turns, which were read again, so the last answer's row has all of them.
-        """
+        """Return all ids up to the end of a request's answer, and the states; what the assistant wrote counts."""
         ids = [*request.prompt_ids, *request.token_ids]
         states = self._recorded.get(_key(ids))
         if self._encoder is None or states is None or len(states) != len(ids) - 1:

@@ -34,20 +34,11 @@ class ServerAnswerer:
     Args:
         url: of a server, with or without ``/v1``; or several.
         model: the name under which each serves the target.
-        sampling: of every answer; its seed is mixed with each task's id and cut to 31 bits. From several, each task
-            gets one (see ``sampling_of``).
+        sampling: one, or several of which each task gets one (see ``sampling_of``); seeds are cut to 31 bits.
         num_parallel: simultaneous requests to each server.
-        api_key: sent as a bearer token.
         timeout: seconds for one answer.
         num_retries: of a request if the server was busy or closed the connection.
         backoff: seconds before the first retry; each further one waits twice as long, up to a minute.
-
-    Attributes:
-        num_tokens: written so far, of tasks that are done.
-        gone: the errors of servers that stopped answering while others continued.
-
-    Raises:
-        ConfigError: an invalid URL, or a number out of range.
     """
 
     def __init__(
@@ -70,15 +61,10 @@ class ServerAnswerer:
         self._model, self._num_parallel = model, num_parallel
         self._settings = model, api_key, timeout, (num_retries, backoff)
         self._choices = [sampling] if isinstance(sampling, Sampling) else list(sampling)
-        self.num_tokens = 0
-        self.gone: list[str] = []
+        self.num_tokens = 0  # written so far, in tasks that are done
+        self.gone: list[str] = []  # errors of servers that stopped answering while others continued
 
     def answer(self, tasks: Iterable[Task]) -> Iterator[AnsweredTask]:
-        """See ``Answerer``.
-
-        Raises:
-            DataError: no server can be reached, all keep failing, or one refuses everything (wrong key, unknown model).
-        """
         waiting, lock, stopping = iter(tasks), threading.Lock(), threading.Event()
         results: queue.Queue[AnsweredTask | Exception | None] = queue.Queue()  # None: a thread has ended
         free: queue.Queue[_Server] = queue.Queue()  # each server once for every request that it can take

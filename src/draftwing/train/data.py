@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import os
 import re
 from collections import Counter
@@ -43,8 +42,6 @@ LENGTH_GROWTH = 1.15  # rows of one batch differ at most by this factor in lengt
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file with data."""
-
     path: Path
     name: str  # as the user wrote it, or relative to the folder
     num_bytes: int
@@ -56,14 +53,12 @@ def find_files(
 ) -> list[SourceFile]:
     """Find every file of the sources; files of a folder are sorted by their relative names.
 
-    Folders are read without hidden files and folders, ``__pycache__``, installed packages, and ``output``.
+    Folders are read without hidden files and folders, ``__pycache__``, installed packages, and ``output``, the file
+    that is being written.
 
     Args:
         exclude: a file with one relative name per line to leave out of folders: a file, a folder with a slash at its
             end, or a pattern with ``*`` (which also matches slashes). Empty lines and ``#`` lines are ignored.
-        output: a file that is being written, and is therefore not a source.
-
-    Raises DataError for no sources, a missing one, an empty file, or a folder without files.
     """
     if not sources:
         raise DataError("there is no source of data: give at least one file or folder")
@@ -144,9 +139,6 @@ def read_records(file: SourceFile) -> Iterator[DataRecord]:
     ``.jsonl`` and ``.ndjson`` files have one object per line, ``.json`` files a list of them; any other file is one
     document. In folders, files that are not UTF-8 text are skipped, and a ``.json`` file with other contents is a
     document.
-
-    Raises:
-        DataError: the file cannot be read, or an entry is malformed.
     """
     suffix = file.path.suffix.lower()
     if suffix in (".jsonl", ".ndjson"):
@@ -274,24 +266,18 @@ class DialogueEncoder:
     Args:
         max_length: longer dialogues are cut there.
         settings: variables for the template.
-
-    Attributes:
-        bare: see ``bare_tokenizer``.
-        prefix: the ids that the tokenizer puts before every text: BOS, or nothing.
-        skipped: how many dialogues were left out, by reason.
-        refusal: the chat template's error for the first dialogue that it refused.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_length: int, settings: Mapping[str, Any] = FIXED_SETTINGS) -> None:
         self._tokenizer, self._max_length, self._settings = tokenizer, max_length, dict(settings)
         if tokenizer.has_chat_template:
             _ = tokenizer.pretrained  # one that cannot be loaded is no fault of a dialogue
-        self.bare = bare_tokenizer(tokenizer)
+        self.bare = bare_tokenizer(tokenizer)  # adds no tokens
         inner, whole = self.bare.encode("a").ids, tokenizer.encode("a")
         start = next((i for i in range(len(whole)) if whole[i : i + len(inner)] == inner), 0)
-        self.prefix = tuple(whole[:start])
-        self.skipped: Counter[str] = Counter()
-        self.refusal = ""
+        self.prefix = tuple(whole[:start])  # the ids that the tokenizer puts before every text: BOS, or nothing
+        self.skipped: Counter[str] = Counter()  # how many dialogues were left out, by reason
+        self.refusal = ""  # the chat template's error for the first dialogue that it refused
 
     def encode(self, dialogues: Iterable[DataRecord]) -> list[Example]:
         """Encode the dialogues that have an answer within ``max_length``."""
@@ -450,7 +436,6 @@ class Corpus:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the dialogues and of the stream."""
         return sum(len(example.ids) for example in self.examples) + len(self.stream)
 
 
@@ -462,17 +447,7 @@ def read_examples(
     exclude: Path | None = None,
     on_progress: OnProgress | None = None,
 ) -> Corpus:
-    """Read and encode files and folders; see ``find_files`` and ``read_records`` for their contents.
-
-    Args:
-        max_length: tokens of a dialogue; longer ones are cut.
-
-    Raises:
-        DataError: a source cannot be used, or nothing is left to train on.
-        TokenizerError: the chat template refuses every dialogue, or does not show the assistant's text; or there are
-            documents, and the end token is unknown.
-        ConfigError: ``max_length`` below 2.
-    """
+    """Read and encode files and folders (``find_files``, ``read_records``); dialogues are cut at ``max_length``."""
     if max_length < 2:
         raise ConfigError(f"max_length must be at least 2 (a token, and one to predict), found {max_length}")
     encoder = DialogueEncoder(tokenizer, max_length)
@@ -552,11 +527,11 @@ def chunked(items: Iterable[T], num_characters: Callable[[T], int]) -> Iterator[
 
 def _find_eos(tokenizer: Tokenizer) -> int:
     """Return the end token of tokenizer_config.json, else the first one of generation_config.json or config.json."""
-    token = _read_json(tokenizer.folder / "tokenizer_config.json").get("eos_token")
+    token = tokenizer.read_json("tokenizer_config.json").get("eos_token")
     eos_id: Any = tokenizer.fast.token_to_id(str(token.get("content") if isinstance(token, dict) else token))
     for name in ("generation_config.json", "config.json"):
         if eos_id is None:
-            eos_id = _read_json(tokenizer.folder / name).get("eos_token_id")
+            eos_id = tokenizer.read_json(name).get("eos_token_id")
             eos_id = next(iter(eos_id), None) if isinstance(eos_id, list) else eos_id
     if not isinstance(eos_id, int):
         raise TokenizerError(
@@ -566,21 +541,11 @@ def _find_eos(tokenizer: Tokenizer) -> int:
     return eos_id
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    except (OSError, ValueError) as error:
-        raise TokenizerError(f"{file}: not readable as JSON ({error}): download it again") from error
-    return content if isinstance(content, dict) else {}
-
-
 def split(corpus: Corpus, validation_share: float, seed: int = 0) -> tuple[Corpus, Corpus]:
     """Return a training and a validation corpus, chosen by a hash of the content.
 
     Duplicates therefore stay on one side, and the order of the sources does not matter. Units are dialogues, and
     sections of up to 16,384 tokens of documents. Small corpora keep at least one unit on each side.
-
-    Raises ConfigError for a share outside [0, 1), and DataError for fewer than two different units.
     """
     bounds = itertools.pairwise([*corpus.starts.tolist(), len(corpus.stream)])
     sections = [
@@ -595,7 +560,7 @@ def split(corpus: Corpus, validation_share: float, seed: int = 0) -> tuple[Corpu
 
 
 def held_out(units: Sequence[np.ndarray], share: float, seed: int = 0) -> np.ndarray:
-    """Return (U,) bool: which units (ids each) are held out, with the errors of ``split``."""
+    """Return (U,) bool: which units (ids each) are held out."""
     if not 0 <= share < 1:
         raise ConfigError(f"validation_share must be in [0, 1), found {share}")
     if share == 0:
@@ -672,12 +637,8 @@ class BatchPlan:
     """Chooses the rows of each batch, differently in every epoch, as a function of (seed, epoch) alone.
 
     Rows of similar length share a batch: each length class is shuffled and filled into batches, and the rest joins the
-    next longer class. The number of batches is therefore the same in every epoch.
-
-    Args:
-        lengths: (R,) the tokens of each row.
-        tokens_per_batch: at most, including padding.
-        seed: of all shuffling.
+    next longer class. The number of batches is therefore the same in every epoch. A batch has at most
+    ``tokens_per_batch`` tokens, including padding.
     """
 
     def __init__(self, lengths: np.ndarray, tokens_per_batch: int, seed: int) -> None:
@@ -725,11 +686,7 @@ class BatchPlan:
         return [batches[i] for i in rng.permutation(len(batches))]
 
     def rows_of_batch(self, number: int, rank: int = 0, world_size: int = 1) -> tuple[int, list[int]]:
-        """Return the epoch and the rows of a batch, counted over all epochs, or one rank's share of the rows.
-
-        A rank may have no rows of the one batch of an epoch that is not full. Raises ConfigError if batches are too
-        small for the number of ranks.
-        """
+        """Return the epoch and the rows of a batch, counted over all epochs, or one rank's share of the rows."""
         if world_size > self._rows_per_batch[-1]:
             raise ConfigError(
                 f"a batch has room for {self._rows_per_batch[-1]} of the longest rows, and there are {world_size} "
@@ -742,13 +699,10 @@ class BatchPlan:
 
 
 class Batches(BatchPlan):
-    """Cuts a corpus into batches.
+    """Cuts a corpus into batches of dialogues, and windows of the stream of documents, of up to ``max_length`` tokens.
 
-    Rows are the dialogues, and windows of the stream of documents. An epoch reads the stream as a ring from another
-    position, so that it has every token once, always the same number of windows, and no token is always the first of
-    its window.
-
-    ``max_length`` is that of a window, and of a dialogue; longer ones are cut.
+    An epoch reads the stream as a ring from another position, so that it has every token once, always the same number
+    of windows, and no token is always the first of its window.
     """
 
     def __init__(self, corpus: Corpus, tokens_per_batch: int, max_length: int, seed: int = 0) -> None:
@@ -786,17 +740,12 @@ class Batches(BatchPlan):
 
 
 def draft_vocabulary(corpus: Corpus, vocab_size: int, draft_vocab_size: int, always: Iterable[int] = ()) -> Tensor:
-    """Return the most frequent loss tokens of a corpus, of equally frequent ones the lower ids.
+    """Return the most frequent loss tokens of a corpus, of equally frequent ones the lower ids: (V_draft,) ascending.
 
     Args:
         vocab_size: V of the target's logits.
         draft_vocab_size: V_draft; at V or above, all tokens are returned.
         always: ids that are included at any frequency: the end tokens.
-
-    Returns:
-        (V_draft,) int64 target ids, ascending.
-
-    Raises ConfigError for a V_draft that is too small, and ConfigError or DataError for ids outside the vocabulary.
     """
     fixed = np.unique(np.fromiter(always, dtype=np.int64))
     if draft_vocab_size < max(1, len(fixed)):

@@ -32,15 +32,7 @@ def read_texts(
     exclude: Path | None = None,
     on_progress: OnProgress | None = None,
 ) -> Texts:
-    """Read and encode files and folders of training data; every message of a dialogue is a text.
-
-    Args:
-        exclude: see ``find_files``.
-        on_progress: called with the bytes read and the total.
-
-    Raises:
-        DataError: a source cannot be used, or has no text.
-    """
+    """Read and encode files and folders (see ``find_files``); every message of a dialogue is a text."""
     files, bare = find_files(sources, exclude), bare_tokenizer(tokenizer)
     texts = (
         text
@@ -58,15 +50,9 @@ def read_texts(
 
 
 def build_datastore(folder: Path, texts: Texts, tokenizer: Tokenizer, target: str) -> Store:
-    """Sort the texts' suffixes and write a datastore. It takes about 30 bytes of memory per token.
+    """Sort the texts' suffixes and write a datastore into a new folder. It takes about 30 bytes of memory per token.
 
-    Args:
-        folder: a new one; it appears when all of it is written.
-        target: the name of the model with this tokenizer, for messages.
-
-    Raises:
-        ConfigError: the folder exists.
-        CheckpointError: it cannot be written.
+    ``target`` is the name of the model with this tokenizer, for messages.
     """
     check_new_datastore(folder)
     about = {

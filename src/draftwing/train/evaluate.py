@@ -140,10 +140,7 @@ def draw_guesses(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield the draws of ``fit_calibration``, of the first ``CALIBRATED_STEPS`` tokens drafted after random positions.
 
-    Args:
-        scorer: the loss of a net in float32.
-        head: the target's.
-        batches: held-out text.
+    ``scorer`` is the loss of a net in float32, ``head`` the target's, and ``batches`` held-out text.
     """
     generator = torch.Generator().manual_seed(0)
     for batch in batches:
@@ -169,13 +166,8 @@ def held_out_prompts(
     """Return up to ``num`` prompts of the held-out data, spread evenly over it, each a line for ``heads.prompts``.
 
     A dialogue's prompt is everything before its first answer, a document's its beginning. Prompts that are too long to
-    be stored are left out. Dialogues are read from their files again, since a corpus only has ids.
-
-    Args:
-        sources, exclude: of the corpus; without sources, dialogues are given as their template renders them.
-
-    Raises:
-        DataError: a source can no longer be read.
+    be stored are left out. Dialogues are read from their files again, since a corpus only has ids; without ``sources``,
+    they are given as their template renders them.
     """
     examples = _spread([e for e in validation.examples if e.where or not sources], CANDIDATES * num)
     dialogues: list[str | None]

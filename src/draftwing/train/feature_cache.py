@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.filesize import decimal
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -69,15 +70,7 @@ class CacheSize:
     num_bytes: int
 
     def __str__(self) -> str:
-        return f"{self.num_tokens:,} tokens, {_readable(self.num_bytes)}"
-
-
-def _readable(num_bytes: float) -> str:
-    for unit in ("kB", "MB", "GB"):
-        num_bytes /= 1000
-        if num_bytes < 1000:
-            return f"{num_bytes:.1f} {unit}"
-    return f"{num_bytes / 1000:,.1f} TB"
+        return f"{self.num_tokens:,} tokens, {decimal(self.num_bytes)}"
 
 
 @dataclass(frozen=True)
@@ -162,19 +155,7 @@ def _described(where: str) -> Iterator[None]:
 
 
 class Shard:
-    """A shard, mapped into memory: states are read from the disk when they are used.
-
-    Attributes:
-        info: see ``CacheInfo``.
-        ids, mask: (N,) int32 and bool.
-        best: (N,) int32 the target's best token after each, at least if the token after it counts; it saves readers
-            the target's LM head.
-        lengths, rows: (R,) int64.
-        starts: (R,) the first token of each row.
-
-    Raises:
-        DataError: missing, damaged, or not a shard.
-    """
+    """A shard, mapped into memory: states are read from the disk when they are used. See the module's docstring."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -210,10 +191,7 @@ class Shard:
         return states.view(end - start, len(self.info.states), -1)
 
     def check_weights(self, target: Target) -> None:
-        """Raise DataError unless the target gives the stored states of one row again.
-
-        They may differ more if only one of the two targets is quantised.
-        """
+        """Raise DataError unless the target gives a row's stored states again, up to rounding and quantisation."""
         long_enough = self.lengths >= min(MIN_COMPARED_TOKENS, self.lengths.max())
         row = int(np.where(long_enough, self.lengths, np.iinfo(np.int64).max).argmin())
         start, end = int(self.starts[row]), int(self.starts[row] + self.lengths[row])
@@ -238,15 +216,7 @@ class Shard:
 
 
 class FeatureCache:
-    """An opened cache: ids and masks in memory, hidden states read row by row.
-
-    Attributes:
-        folder: of the cache.
-        info: see ``CacheInfo``.
-
-    Raises:
-        DataError: no cache, an unfinished one, or shards that are missing, damaged or of another one.
-    """
+    """An opened cache: ids and masks in memory, hidden states read row by row."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
@@ -335,15 +305,8 @@ def _read_index(folder: Path) -> tuple[CacheInfo, list[str], int]:
 class CachedFeatures(BatchPlan):
     """A ``FeatureSource`` that reads a cache and runs no target; logits are left to be computed from ``last``.
 
-    Args:
-        taps: the hidden states that the net reads, among those of the cache.
-        tokens_per_batch: at most, including padding; may differ from the value that the cache was made with.
-        seed: of all shuffling.
-        device, dtype: of the features: the target's.
-
-    Raises:
-        DataError: the cache lacks one of the taps.
-        ConfigError: a batch has no room for the longest row.
+    ``tokens_per_batch`` may differ from the value that the cache was made with. ``device`` and ``dtype`` are the
+    target's.
     """
 
     def __init__(
@@ -391,31 +354,19 @@ class CachedFeatures(BatchPlan):
 
 @dataclass(frozen=True, eq=False)
 class CacheRow:
-    """A row to be written."""
-
     example: Example  # ids and mask (T,)
     states: Tensor  # (T, S * H); 0 for a last token that the target never read
     best: np.ndarray  # (T,) int32, see ``Shard.best``; -1 if it is to be computed by the LM head
 
 
 class GrowingCache:
-    """Writes a cache row by row, in any order.
+    """Writes a cache row by row, in any order. ``old_rows`` are the rows that existed before this run, by key.
 
     Args:
-        folder: made if it is missing.
         target: the model whose states they are; ``identity`` describes it to readers.
         taps: the hidden states to store, besides the target's last.
         shard_bytes: size of a shard.
-        dtype: of the stored states.
         settings: other fields of ``CacheInfo``.
-
-    Attributes:
-        info: see ``CacheInfo``.
-        shard_bytes: size of a shard.
-        old_rows: the rows that existed before this run, by key.
-
-    Raises:
-        ConfigError: taps that the target does not have, or another dtype.
     """
 
     def __init__(
@@ -436,11 +387,7 @@ class GrowingCache:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Read the existing rows, and lock the folder until the block ends.
-
-        Raises:
-            DataError: another process writes there, or a shard is damaged, or of another cache or other weights.
-        """
+        """Read the existing rows, and lock the folder until the block ends."""
         with locked(self._folder, DataError):
             for path in sorted(self._folder.glob("features-*.safetensors")):
                 shard, number = Shard(path), path.stem.removeprefix("features-")
@@ -480,17 +427,12 @@ class GrowingCache:
         num_bytes, free = self.shard_bytes if num_bytes is None else num_bytes, shutil.disk_usage(self._folder).free
         if num_bytes > free:
             raise DataError(
-                f"{self._folder}: {what} needs {num_bytes:,} bytes ({_readable(num_bytes)}) more, and the disk has "
-                f"{free:,} bytes ({_readable(free)}) free: make room, write elsewhere, or cache less data"
+                f"{self._folder}: {what} needs {num_bytes:,} bytes ({decimal(num_bytes)}) more, and the disk has "
+                f"{free:,} bytes ({decimal(free)}) free: make room, write elsewhere, or cache less data"
             )
 
     def write(self, number: int, rows: Mapping[int, CacheRow]) -> None:
-        """Write a shard of rows, by key. Idempotent: the same arguments may be written again.
-
-        Raises:
-            DataError: the disk is full, or the folder cannot be written.
-            NumericsError: states that are not finite.
-        """
+        """Write a shard of rows, by key. Idempotent: the same arguments may be written again."""
         states = torch.cat([row.states for row in rows.values()]).to(DTYPES[self.info.dtype])
         if not torch.isfinite(states).all():
             dtype = self._target.dtype
@@ -543,7 +485,7 @@ class CacheWritten:
 
 
 def estimate(target: Target, batches: Batches, taps: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> CacheSize:
-    """Return the size of the cache that ``write_cache`` would write, with its arguments and errors."""
+    """Return the size of the cache that ``write_cache`` would write, with its arguments."""
     info = CacheInfo.new(target, taps, target_id(target), dtype)
     return info.size(len(batches.lengths), batches.num_tokens_per_epoch)
 
@@ -566,13 +508,6 @@ def write_cache(
         folder, target, taps, identity, dtype: see ``GrowingCache``.
         validation_share: of the data, held out of ``batches`` by ``split`` with their seed; stored for readers.
         shard_bytes: the size of a shard at most, or one batch if that is larger.
-        on_progress: called with the tokens done and the total.
-
-    Raises:
-        ConfigError: taps that the target does not have, or another dtype.
-        DataError: the disk has no room, the folder cannot be written, another process writes to it, or it holds another
-            cache or a damaged one.
-        NumericsError: hidden states that are not finite.
     """
     settings = {"max_length": batches.max_length, "seed": batches.seed, "validation_share": validation_share}
     cache = GrowingCache(folder, target, taps, identity=identity, shard_bytes=shard_bytes, dtype=dtype, **settings)

@@ -100,19 +100,12 @@ def score_text(target: Target, ids: Tensor, taps: tuple[int, ...]) -> tuple[Tens
 
 
 class OnPolicyFeatures:
-    """A ``FeatureSource`` that lets the draft model write some of the batches (DistillSpec, 2310.08461).
+    """A ``FeatureSource`` that lets the draft model write a ``share`` of the batches (DistillSpec, 2310.08461).
 
-    In these batches each row is cut at a random position among those that count, and the draft model continues it with
-    its present weights. The chosen batches, the cuts and the samples depend only on the seed, the number of the batch
-    and the weights, so a resumed run reads the same text.
-
-    Args:
-        source: the data, and the features of all other batches.
-        target: scores the written text.
-        taps: the hidden states that the net reads.
-        writer: the draft model.
-        share: of the batches.
-        seed: of every choice.
+    In these batches each row is cut at a random position among those that count, and ``writer``, the draft model,
+    continues it with its present weights; ``target`` scores the text. The chosen batches, the cuts and the samples
+    depend only on the seed, the number of the batch and the weights, so a resumed run reads the same text. ``source``
+    has all other batches.
     """
 
     def __init__(

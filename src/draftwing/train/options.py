@@ -29,11 +29,7 @@ class Recipe(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """The options of a training run.
-
-    Raises:
-        ConfigError: a value outside its range, or options that do not go together.
-    """
+    """The options of a training run."""
 
     method: str = "eagle3"  # one of ``training_methods()``
     objective: str | None = None  # overrides the method's; see ``objective_named``
@@ -117,7 +113,6 @@ class TrainOptions:
 
     @property
     def net_method(self) -> NetMethod:
-        """The draft method whose net is trained."""
         return training_method(self.method)[0]
 
     @property

@@ -74,11 +74,7 @@ class Session:
     def collect_held_out(self, num_prompts: int, on_progress: OnProgress | None = None) -> Path | None:
         """Collect the head's held-out statistics, from which `draftwing predict` forecasts.
 
-        Args:
-            on_progress: called with the tokens done and the total.
-
-        Returns:
-            Their file, which may exist before; None if no prompt is held out, or none is short enough.
+        Returns their file, which may exist before; None if no prompt is held out, or none is short enough.
         """
         folder, target = self.trainer.out / "head", self.target
         with suppress(CheckpointError):  # no statistics yet, or of other weights
@@ -102,8 +98,6 @@ class Session:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The inputs of a run."""
-
     target: str | Path | None  # folder, name or hub id; None for the shipped one
     data: Sequence[str | Path]  # files and folders, see ``read_examples``
     exclude: Path | None = None  # a file of names to leave out of folders
@@ -123,17 +117,7 @@ def prepare(
     device: str | None = None,
     on_data: OnProgress | None = None,
 ) -> Session:
-    """Load the target and the data, and make the net.
-
-    Args:
-        dtype: of the target.
-        on_data: called with the bytes read and the total.
-
-    Raises:
-        ConfigError, CheckpointError, DataError, TokenizerError: an input that cannot be used; or a package of the extra
-            ``train`` is missing.
-        UnsupportedError: an architecture with an unknown shape.
-    """
+    """Load the target (in ``dtype``) and the data, and make the net; ``on_data`` gets the bytes read and the total."""
     for package in ("accelerate", "tensorboard", "matplotlib"):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"training needs the package {package}: run pip install 'draftwing[train]'")
@@ -348,10 +332,7 @@ def _net_of_head(folder: Path, target: Target, options: TrainOptions, identity: 
 
 
 def training_of(folder: Path) -> dict[str, int]:
-    """Return the updates of a head's training, and the tokens that it and the heads before it have seen.
-
-    Empty if the head does not store them, like those of other projects.
-    """
+    """Return the updates of a head's training, and the tokens that it and its predecessors have seen; {} if unknown."""
     match read_config(folder).get("draftwing"):
         case {
             "training": {

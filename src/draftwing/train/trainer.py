@@ -85,13 +85,9 @@ class _SquaredInputs(TorchFunctionMode):
 
 
 def input_sizes(net: nn.Module, run: Callable[[], object]) -> dict[str, Tensor]:
-    """Return the root mean square of each input channel of each trained matrix, rounded to a power of two.
+    """Return the root mean square of each input channel of the matrices used by ``run``, which calls the net.
 
-    Args:
-        run: calls the net on a batch.
-
-    Returns:
-        (in,) by the parameter's name, for the matrices that ``run`` uses.
+    They are rounded to a power of two: (in,) by the parameter's name.
     """
     matrices = {id(p): name for name, p in net.named_parameters() if p.ndim == 2 and p.requires_grad}
     with torch.no_grad(), _SquaredInputs(matrices) as inputs:
@@ -138,17 +134,10 @@ class Trainer:
         head: the target's LM head, not prepacked.
         target_ids: the tokens that losses look at, such as the net's draft vocabulary; None for all.
         source: batches with features.
-        options: see ``TrainOptions``.
         out: folder of checkpoint, metrics and head.
         evaluate: called on the main process with the net that would be saved; returns metrics such as ``tau``.
         accelerator: None makes one for ``options.precision``.
         describe: stored in the head as a description of its training.
-
-    Attributes:
-        on_progress: if set, called after every iteration on the main process.
-        on_saved: if set, called on the main process with the head's folder whenever the head was written.
-        seconds: wall time of training in all sessions of the run.
-        stopping: set it to True to stop after the present iteration.
     """
 
     def __init__(
@@ -168,9 +157,11 @@ class Trainer:
 
         self.net, self.source, self.options, self.out = net, source, options, out
         self.accelerator = accelerator or Accelerator(mixed_precision=options.precision)
+        # Called on the main process: after every iteration, and with the head's folder whenever the head was written.
         self.on_progress: Callable[[Progress], None] | None = None
         self.on_saved: Callable[[Path], None] | None = None
-        self.seconds, self.stopping = 0.0, False
+        self.seconds = 0.0  # wall time of training in all sessions of the run
+        self.stopping = False  # set it to True to stop after the present iteration
         self.iteration, self.iterations = 0, options.iterations or UNPLANNED
         self._head, self.target_ids, self._evaluate, self._describe = head, target_ids, evaluate, describe or {}
         self._evaluated: dict[str, Any] = {}  # the metrics of the last evaluation
@@ -183,14 +174,7 @@ class Trainer:
         self._replanned = 0
 
     def run(self) -> Progress:
-        """Train to the end, or until ``stopping``; always leave a checkpoint and a head behind.
-
-        Raises:
-            NumericsError: the loss is no longer finite.
-            ConfigError: the folder holds another run.
-            CheckpointError: the folder cannot be written, another process trains into it, or its checkpoint cannot be
-                read.
-        """
+        """Train to the end, or until ``stopping``; always leave a checkpoint and a head behind."""
         with locked(self.out, CheckpointError) if self.accelerator.is_main_process else nullcontext():
             return self._run()
 
@@ -439,11 +423,7 @@ def write_checkpoint(folder: Path, state: dict[str, Any]) -> None:
 
 
 def read_checkpoint(folder: Path) -> dict[str, Any] | None:
-    """Return the folder's checkpoint; None if there is none.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """Return the folder's checkpoint; None if there is none."""
     file = folder / CHECKPOINT
     if not file.exists():
         return None
