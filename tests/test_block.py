@@ -320,17 +320,22 @@ def test_the_loss_is_the_papers(method, settings, small, folder_of):
 
 
 def test_hydra_drafts_along_each_path(folder_of):
-    """Every node of every tree: among the best tokens of its level's head after the tokens on its path."""
+    """Every node of every tree: among the best tokens of its level's head after the tokens on its own path."""
     folder = folder_of("llama", head_dim=32)
     target = load_target(folder, prepack=False)
     net, seen = new_net("hydra", target, folder).requires_grad_(False), 0
+    for straight in net.straight:
+        straight.weight[:, net.config.hidden_size :].mul_(100)  # so that tokens matter
     for sequence, pending, tree, row, nodes in drafted(target, BlockDrafter(net, target), Budget(4, 3, 10)):
         feature = features_of(target, sequence, (target.num_layers,))[-1]
-        paths = {0: (pending,)}
+        paths, probs = {0: (pending,)}, {0: 1.0}
         for node in nodes:
-            above = paths[int(tree.parents[row, node])]
-            paths[node] = (*above, int(tree.tokens[row, node]))
-            assert paths[node][-1] in hydra_head(net, len(above) - 1, feature, above).topk(3).indices
+            parent, token = int(tree.parents[row, node]), int(tree.tokens[row, node])
+            above = paths[parent]
+            logits = hydra_head(net, len(above) - 1, feature, above)
+            assert token in logits.topk(3).indices
+            paths[node], probs[node] = (*above, token), probs[parent] * float(logits.softmax(-1)[token])
+            assert float(tree.confidence[row, node]) == pytest.approx(probs[node], rel=1e-3)
         likeliest = hydra_head(net, 0, feature, (pending,)).argmax()
         assert not nodes or (pending, int(likeliest)) in paths.values()  # near its end a row drafts nothing
         seen += len(nodes)

@@ -293,6 +293,30 @@ def test_a_prompt_that_gives_way_while_it_is_read_comes_back(target):
         assert request.token_ids == text_of(target, request.prompt_ids, request.sampling)
 
 
+def test_a_prompt_gives_way_if_it_matters_least_or_no_row_would_remain(target):
+    """Two rows and a prompt that is being read: the last in rank gives way; and never the only row."""
+    short = Sampling(max_tokens=30, ignore_eos=True)
+    for priority, gives_way in ((-1, "prompt"), (0, "prompt"), (1, "row")):
+        own = plain_engine(target, 16)
+        first, second = own.submit([5, 6], short), own.submit([8, 9], short)
+        own.step()
+        late = own.submit([7] * 200, Sampling(max_tokens=4, ignore_eos=True), priority=priority)
+        own.step()
+        assert own.prefill.request is late
+        assert own.preempt()
+        assert (own.prefill is None) == (gives_way == "prompt")
+        assert list(own.decoder.running) == ([first, second] if gives_way == "prompt" else [first])
+        if gives_way == "row":
+            assert own.preempt()  # the prompt matters more, but no row would remain
+            assert own.prefill is None
+            assert list(own.decoder.running) == [first]
+            assert not own.preempt()
+        own.run()
+        own.check()
+        for request in (first, second, late):
+            assert request.token_ids == text_of(target, request.prompt_ids, request.sampling)
+
+
 def test_a_step_that_runs_out_of_slots_is_done_again(target, monkeypatch):
     """Where a drafter took more than anybody expected."""
     work = long_ones(3, max_tokens=60)

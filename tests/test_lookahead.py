@@ -59,6 +59,11 @@ class Watched(LookaheadDrafter):
         super().__init__(VOCAB, *sizes)
         self.seen: list[tuple] = []
 
+    def propose(self, ctx, sampling, budget) -> DraftTree:
+        tree = super().propose(ctx, sampling, budget)
+        tree.check(VOCAB)  # in particular, no column hangs below one that is past the end of its request
+        return tree
+
     def observe(self, ctx, tree, accepted, output) -> None:
         before = copy.deepcopy(self.windows)
         super().observe(ctx, tree, accepted, output)
@@ -110,6 +115,8 @@ def test_each_column_is_continued_as_its_own_text_would_be(sizes, temperature, p
             wanted.append(said(target, [*text, *path], sampling, row.prompt_length) if is_run else PAD)
         newest = new.levels[-1]
         assert newest == wanted
+        assert not new.pool.after(PAD)
+        assert not any(PAD in rest for token in range(VOCAB) for rest in new.pool.after(token))
         if len(levels) == ngram - 1:
             full += 1
             assert new.levels == [*levels[1:], newest]
