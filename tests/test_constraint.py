@@ -120,6 +120,8 @@ def test_every_node_has_the_mask_of_its_own_path(monkeypatch):
     with monkeypatch.context() as patch:  # as where the logits are elsewhere
         patch.setattr("draftwing.masks.on_host", lambda tensor: False)
         assert torch.equal(masks.apply(logits), masked)
+        assert torch.equal(masks.apply(half := logits.bfloat16()), masked.bfloat16())
+    assert half.isfinite().all()  # log-probabilities are read from what the target returned
     for node, path in {0: (), 1: (4,), 3: (4, 8), 4: (4, 8, 3), 6: (4, 8, 3, 10)}.items():
         good = sorted(RhymesState(path, None).good())
         assert torch.equal(masked[0, node, good], logits[0, node, good])
@@ -130,6 +132,9 @@ def test_every_node_has_the_mask_of_its_own_path(monkeypatch):
     assert (trimmed.is_line, trimmed.depth, trimmed.num_draft_forwards) == (True, 1, 3.0)
     whole = Masks([request], VOCAB, (EOS,), prunes=False).find(DraftTree.chain(torch.tensor([[5, 4, 7, 8]])))
     assert whole.num_nodes == 4
+    request.token_ids += [4, 8, 3] * 3  # after 9 tokens the text may end, and no state follows an end
+    ended = Masks([request], VOCAB, (EOS,), prunes=True).find(DraftTree.chain(torch.tensor([[3, EOS, 4]])))
+    assert ended.tokens.tolist() == [[3, EOS]]
     assert not Masks([other], VOCAB, (EOS,), prunes=True)
 
 
@@ -309,6 +314,8 @@ def test_nothing_ends_a_text_before_min_tokens(lab):
     stop = replace(sampling, logit_bias={9: 1e6}, stop_tokens=(9,), ignore_eos=True)
     ((text,), _) = decode(here.target, None, [(PROMPTS[1], stop, None)])
     assert text.index(9) == 7
+    ((text,), _) = decode(here.target, None, [(PROMPTS[1], replace(sampling, ignore_eos=True), None)])
+    assert text == (EOS,) * 12  # a token that ends nothing may come at any time
 
 
 @pytest.mark.parametrize("value", [-1, 25, 1.5, "3", True, None])

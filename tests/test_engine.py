@@ -178,6 +178,14 @@ def test_one_tree_does_not_slow_the_others(wish, most, target, maker, expected):
     assert next(own.steps()).tree.num_nodes <= 5
 
 
+def test_a_request_may_choose_no_draft_of_one(target, maker, expected):
+    own = Engine(dw.Decoder(target, maker("lm"), budget=dw.Budget(4)))
+    made = [own.submit(PROMPTS[0], samplings()[0], drafts=drafts) for drafts in ([], None)]
+    own.run()
+    assert [each.token_ids for each in made] == [expected[0]] * 2
+    assert [bool(each.stats.num_drafted) for each in made] == [False, True]
+
+
 def test_the_median_of_two_is_the_smaller_one(target, maker):
     for wishes, most in ((("none", dw.Budget(8, 4, 40)), 2), ((dw.Budget(8, 4, 40),) * 2, 40)):
         own = Engine(dw.Decoder(target, maker("lm")))
@@ -196,6 +204,17 @@ class Watched(LookupDrafter):
     def propose(self, ctx, sampling, budget):
         self.budgets.append(budget)
         return super().propose(ctx, sampling, budget)
+
+
+@pytest.mark.parametrize("drafter", ["lm", "eagle"])
+def test_trees_are_one_level_shallower_than_what_is_left(drafter, target, maker):
+    """Each step also emits the token after its tree."""
+    decoder, left = dw.Decoder(target, maker(drafter), budget=dw.Budget(8)), 6
+    decoder.admit(PROMPTS[0], Sampling(max_tokens=left, ignore_eos=True))
+    while decoder.num_running:
+        row = decoder.step().rows[0]
+        assert row.depth == row.num_drafted == left - 1
+        left -= len(row.token_ids)
 
 
 def test_nothing_is_drafted_deeper_than_can_be_emitted(target):
@@ -341,6 +360,10 @@ def test_settings_that_leave_no_number_are_named():
     found = explain("tiny", one, 9, torch.zeros(2, 4), torch.tensor([0, 1, -1]))
     with refused(NumericsError, "request 3 at position 9 are finite", "temperature 0.5, logit_bias -8.0"):
         raise found
+    logits = torch.zeros(3, 4)
+    logits[1, 2] = math.nan
+    assert "hold NaN" in str(explain("tiny", one, 9, logits, torch.tensor([0, 1])))
+    assert "are finite" in str(explain("tiny", one, 9, logits, torch.tensor([0, 2])))  # not of a kept node
 
 
 # --- interrupts ------------------------------------------------------------------------------------------------------

@@ -144,6 +144,22 @@ def test_ngrams_come_true(target):
     assert steps < 100
 
 
+def test_classic_rules_get_chains(target):
+    """Each node is certain of its only child: with two children the law of the text would be another one."""
+    texts = []
+    for rule in ("match", "multi-round"):
+        decoder = Decoder(target, LookaheadDrafter(VOCAB, 5, 3, 5), rule, budget=Budget(3, 4))
+        decoder.admit(PROMPTS[0], Sampling(max_tokens=40, ignore_eos=True))
+        texts.append([])
+        while decoder.num_running:
+            step = decoder.step()
+            texts[-1] += step.rows[0].token_ids
+            if rule == "multi-round":
+                parents = step.tree.parents[step.tree.tokens != PAD].tolist()
+                assert parents == [*range(-1, len(parents) - 1)]
+    assert texts[0] == texts[1]
+
+
 # --- nodes that are scored and not proposed --------------------------------------------------------------------------
 
 
@@ -215,6 +231,8 @@ def test_nodes_beside_a_tree():
     assert again.tokens.tolist() == whole.tokens.tolist()
     assert again.parents.tolist() == whole.parents.tolist()
     assert whole.prune(torch.tensor([1, 1])).tokens[0].tolist() == [7, 1, PAD, 4, PAD, 6]
+    deeper = tree.with_extra_nodes(torch.tensor([[4], [4]]), torch.tensor([[-1], [-1]]), 1)
+    assert deeper.depth == deeper.depths.max() == 2
     # What is not worth its verification goes, what is only scored stays.
     kept = prune_by_rule(whole, rule_of(worth=0.01))
     assert kept.tokens.tolist() == [[7, 4, 5, 6], [7, 4, 5, PAD]]

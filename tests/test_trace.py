@@ -156,6 +156,8 @@ def test_laws_know_the_settings(lm_of):
         for law in step.rows[0].laws:
             assert law.chances[0][:2] == (wanted, pytest.approx(1.0))
             assert law.drawn == wanted
+    for _, step in traces(lm, temperature=0.7, seed=1, laws=1, top_k=1):
+        assert all(law.chances[0][1] == 1 for law in step.rows[0].laws)
 
 
 @pytest.mark.parametrize("laws", [-1, 65])
