@@ -13,6 +13,7 @@ from conftest import SMALL, add_tokenizer, refused
 from draftwing import decode, engine, request
 from draftwing.accept import get_rule
 from draftwing.engine import Engine
+from draftwing.limits import cut_to_nodes
 from draftwing.errors import ConfigError, NumericsError, PromptError
 from draftwing.methods.base import NoDrafter
 from draftwing.methods.causal_lm import CausalLMDrafter
@@ -184,6 +185,15 @@ def test_a_request_may_choose_no_draft_of_one(target, maker, expected):
     own.run()
     assert [each.token_ids for each in made] == [expected[0]] * 2
     assert [bool(each.stats.num_drafted) for each in made] == [False, True]
+
+
+def test_a_static_tree_is_cut_to_its_shallow_paths():
+    """Parents first, in whatever order they are listed."""
+    tree = dw.Budget(paths=((0, 0), (1,), (0,), (0, 0, 0), (1, 0)))
+    assert [len(cut_to_nodes(tree, most).paths) for most in (1, 2, 3, 4, 5, 9)] == [1, 2, 3, 4, 5, 5]
+    assert cut_to_nodes(tree, 1).paths == ((0,),)
+    assert cut_to_nodes(tree, 3).paths == ((0,), (1,), (0, 0))
+    assert cut_to_nodes(tree, 5) is tree
 
 
 def test_the_median_of_two_is_the_smaller_one(target, maker):

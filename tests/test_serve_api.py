@@ -227,7 +227,8 @@ def test_messages_of_every_form_reach_the_template(lm):
     ]
     ids = lm.tokenizer.encode_plain("[calm]<system>Be brief.<user>def add<assistant>(a)<user>go on<bot>")
     mood = {"chat_template_kwargs": {"mood": "calm"}}
-    answer = chat(app_of(lm), messages, max_completion_tokens=5, temperature=0, user="me", extra_body=mood)
+    limits = {"max_completion_tokens": 5, "max_tokens": 9}  # the new name counts
+    answer = chat(app_of(lm), messages, **limits, temperature=0, user="me", extra_body=mood)
     assert answer.usage.prompt_tokens == len(ids)
     assert answer.choices[0].message.content == own(lm, ids, max_tokens=5).text
 

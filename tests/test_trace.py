@@ -95,6 +95,8 @@ def test_rows_of_a_batch_have_traces_of_their_own(lm_of):
         for place, row in enumerate(step.rows):
             trace = step_trace(step, place, names)
             assert trace["num_rows"] == len(step.rows)
+            kept = [trace["nodes"][node]["id"] for node in trace["path"][1:]]
+            assert [*kept, trace["bonus"]["id"]][: trace["num_tokens"]] == trace["token_ids"]
             said[row.request_id] += trace["token_ids"]
     assert [said[request.id] for request in requests] == [request.token_ids for request in requests]
 
