@@ -606,9 +606,7 @@ def test_threads_may_share_a_planner():
 # --- requests without a drafter --------------------------------------------------------------------------------------
 
 
-def end_requests(
-    planner: Planner, rate: float, count: int, temperature: float = 1.0, steps: int = 120
-) -> list[bool]:
+def end_requests(planner: Planner, rate: float, count: int, temperature: float = 1.0, steps: int = 120) -> list[bool]:
     """Return which of these requests are skipped."""
     world, skipped = World(planner, INT8, 0.5), []
     world.rate = rate

@@ -34,6 +34,14 @@ def test_a_net_that_is_too_flat_is_sharpened():
     assert found.scale in (1.5, 1.7)  # 1 / 0.6, or next to it
 
 
+def test_a_gain_that_may_be_chance_changes_nothing():
+    """One position of 200 is right with a larger scale alone."""
+    log_q, noise = torch.tensor([[0.0, -10.0]]).repeat(200, 1), torch.zeros(200, 2)
+    log_q[0, 1], noise[0, 1] = -1.0, 1.05
+    drawn = torch.zeros(200, dtype=torch.int64)
+    assert fit_calibration(lambda: iter([(log_q, noise, drawn)])).scale == 1
+
+
 def test_more_first_guesses_come_true_with_the_scale():
     found = fitted(0.6, 0.4)
     q, noise, drawn = planted(0.6, 0.4, seed=1)  # other positions than it was fitted on

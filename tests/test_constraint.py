@@ -26,7 +26,7 @@ from draftwing.methods.base import Budget, Drafter
 from draftwing.models.context import FeatureSpec
 from draftwing.request import Request
 from draftwing.sampling import Sampling
-from draftwing.text.grammar import MAX_CHARACTERS, MAX_LEVELS, Grammar, as_grammar
+from draftwing.text.grammar import MAX_CHARACTERS, MAX_LEVELS, Grammar, Grammars, as_grammar, is_deeper
 from draftwing.text.tokenizer import TextStream
 from draftwing.tree import DraftTree
 from test_exact import CLASSIC, DRAFTERS, FUSED, PROMPTS, SAMPLINGS, VOCAB, Scripted, check_step
@@ -411,6 +411,32 @@ def test_a_complete_grammar_ends_a_young_text(lm):
     long = {"grammar": Grammar.regex("[ab]{1,300}"), "logit_bias": {EOS: 1e6}}
     (longer,) = lm.generate("x", max_tokens=50, min_tokens=40, **long)
     assert len(longer.token_ids) == 41
+
+
+def test_what_is_allowed_is_found_again_after_each_token(lm):
+    state, ids = lm.constraint(Grammar.regex("abc")).start(), lm.tokenizer.encode_plain("a")
+    before = state.allowed().copy()
+    state.take(ids[0])
+    assert has_bit(before, ids[0])
+    assert not has_bit(state.allowed(), ids[0])
+
+
+def test_the_grammars_that_were_used_last_are_kept(lm, monkeypatch):
+    monkeypatch.setattr("draftwing.text.grammar._MAX_COMPILED", 2)
+    one, two, three = (Grammar.regex(f"a{{{count}}}") for count in (1, 2, 3))
+    grammars = Grammars(lm.tokenizer, lm.target.vocab_size, [EOS])
+    first, second = grammars.constraint(one), grammars.constraint(two)
+    assert grammars.constraint(one) is first
+    third = grammars.constraint(three)  # in place of the second, which was used before the first
+    assert grammars.constraint(one) is first
+    assert grammars.constraint(three) is third
+    assert grammars.constraint(two) is not second
+
+
+def test_levels_of_nesting_are_counted():
+    for value, levels in (([], 1), ([1], 1), ([[1]], 2), ({"a": [{}]}, 3)):
+        assert not is_deeper(value, levels)
+        assert is_deeper(value, levels - 1)
 
 
 def deep(levels):

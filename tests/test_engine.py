@@ -13,8 +13,8 @@ from conftest import SMALL, add_tokenizer, refused
 from draftwing import decode, engine, request
 from draftwing.accept import get_rule
 from draftwing.engine import Engine
-from draftwing.limits import cut_to_nodes
 from draftwing.errors import ConfigError, NumericsError, PromptError
+from draftwing.limits import cut_to_nodes
 from draftwing.methods.base import NoDrafter
 from draftwing.methods.causal_lm import CausalLMDrafter
 from draftwing.methods.eagle_net import EagleConfig, EagleNet

@@ -858,6 +858,8 @@ def test_the_state_before_the_last_norm_is_none_of_ours(tmp_path):
     with refused(UnsupportedError, "last hidden state before the final norm (tap 8)", "with the engine"):
         load(folder)
     assert load(folder, taps=(2, 4, 5)).config.taps == (2, 4, 5)
+    write_head(tmp_path / "own", net_of(taps=(2, 4, LAYERS)))  # after that norm, in a head of ours
+    assert load(tmp_path / "own").config.taps == (2, 4, LAYERS)
 
 
 def test_a_bias_that_config_and_tensors_disagree_about(tmp_path):
