@@ -64,6 +64,14 @@ def test_chances_are_those_under_the_scale():
         assert abs(float(told[:, rank].mean() - true[:, rank].float().mean())) < 0.03
 
 
+def test_what_is_missed_is_left_over():
+    """The chances of all compared tokens are those of a hit."""
+    ranked, tokens = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.arange(4).expand(3, -1)
+    chances = Calibration(sharpness=2.0, miss=0.25).log_chance(ranked, tokens).exp()
+    torch.testing.assert_close(chances.sum(-1), torch.full((3,), 0.75))
+    assert torch.equal(chances.argmax(-1), ranked.argmax(-1))
+
+
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
 def test_a_scale_is_a_number_above_zero(scale):
     with pytest.raises(ConfigError, match="a scale above 0"):
