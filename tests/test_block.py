@@ -566,7 +566,7 @@ def test_a_vllm_vocabulary_in_any_order(small, folder_of, tmp_path):
     net = saved("medusa", small, folder_of("llama", head_dim=32), tmp_path / "head", num_draft=20)
     other, _ = as_others_write_it(tmp_path / "head", tmp_path / "other", "vllm")
     order, tensors = torch.randperm(20), load_file(other / "model.safetensors")
-    wanted = tensors["lm_heads.1.weight"]
+    cut, wanted = tensors["lm_heads.0.weight"], tensors["lm_heads.1.weight"]
     tensors["token_map"] = tensors["token_map"][order]
     for name in [name for name in tensors if name.startswith("lm_heads")]:
         tensors[name] = tensors[name][order].contiguous()
@@ -576,6 +576,7 @@ def test_a_vllm_vocabulary_in_any_order(small, folder_of, tmp_path):
     save_file(tensors, other / "model.safetensors")
     read = load_medusa(other, target_id(small))
     assert torch.equal(read.target_ids, net.target_ids)
+    assert torch.equal(read.tensors["heads.0.weight"], cut)
     assert torch.equal(read.tensors["heads.1.weight"], wanted)
 
 

@@ -216,11 +216,12 @@ class Watched(LookupDrafter):
         return super().propose(ctx, sampling, budget)
 
 
-@pytest.mark.parametrize("drafter", ["lm", "eagle"])
-def test_trees_are_one_level_shallower_than_what_is_left(drafter, target, maker):
-    """Each step also emits the token after its tree."""
+@pytest.mark.parametrize(("drafter", "prompt"), [("lm", 5), ("eagle", 5), ("eagle", 250)])
+def test_trees_are_one_level_shallower_than_what_is_left(drafter, prompt, target, maker):
+    """Each step also emits the token after its tree; a prompt of 250 tokens leaves 6 of the context."""
     decoder, left = dw.Decoder(target, maker(drafter), budget=dw.Budget(8)), 6
-    decoder.admit(PROMPTS[0], Sampling(max_tokens=left, ignore_eos=True))
+    max_tokens = left if prompt < 250 else 100
+    decoder.admit([5 + number % 40 for number in range(prompt)], Sampling(max_tokens=max_tokens, ignore_eos=True))
     while decoder.num_running:
         row = decoder.step().rows[0]
         assert row.depth == row.num_drafted == left - 1
@@ -256,6 +257,8 @@ def test_one_row_with_nan_ends_alone(folder, plain):
     assert [each.finish_reason == "error" for each in found] == [False, True, False, False]
     assert [each.error is None for each in found] == [True, False, True, True]
     assert found[1].token_ids == []
+    first, second = broken.generate([bad, TEXTS[0]], max_tokens=8, banned_tokens=(7,))
+    assert (first.finish_reason, second.text) == ("error", wanted[0].text)
     with refused(NumericsError, "request 1", "hold NaN", "check the weights"):
         raise found[1].error
     with refused(NumericsError, "hold NaN"):

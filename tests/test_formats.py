@@ -1,6 +1,7 @@
 """Heads on disk: every layout, there and back bit for bit, and what each broken head is told."""
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -535,6 +536,10 @@ def test_eagle_1_of_two_layers_with_biases(tmp_path):
     head = load_head(folder)
     assert (head.config.num_layers, head.config.qkv_bias) == (2, True)
     assert_same_tensors(head.tensors, tensors)
+    net = load(folder)
+    for index, kind in itertools.product((0, 1), ("weight", "bias")):  # one matrix, queries first
+        parts = [tensors[f"layers.{index}.self_attn.{part}_proj.{kind}"] for part in "qkv"]
+        assert torch.equal(getattr(net.layers[index].qkv, kind), torch.cat(parts))
     convert(folder, tmp_path / "sglang", "sglang", target=TARGET)
     out = load_file(tmp_path / "sglang" / "model.safetensors")
     assert read_config(tmp_path / "sglang")["attention_bias"] is True
