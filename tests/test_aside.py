@@ -162,6 +162,18 @@ def test_rows_that_may_run_together_are_not_passed_over(target):
         assert not planner.asked
 
 
+def test_with_pages_nothing_is_passed_over(target):
+    """A later request may start with slots that the drafter must have read too."""
+    planner, read = Passing(), []
+    decoder = dw.Decoder(target, lambda: Seen(target, read), planner=planner, kv_memory=1 << 22, max_batch=1)
+    own = Engine(decoder, max_batch=1)
+    found = submit_all(own)
+    own.run()
+    assert [each.token_ids for each in found] == texts_of(target)
+    assert not planner.asked
+    assert read == [*PROMPTS]
+
+
 def test_a_drafter_that_costs_next_to_nothing_or_remembers_is_always_there(target):
     learning = CausalLMDrafter(target, VOCAB)
     learning.learns = True

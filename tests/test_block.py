@@ -320,17 +320,22 @@ def test_the_loss_is_the_papers(method, settings, small, folder_of):
 
 
 def test_hydra_drafts_along_each_path(folder_of):
-    """Every node of every tree: among the best tokens of its level's head after the tokens on its path."""
+    """Every node of every tree: among the best tokens of its level's head after the tokens on its own path."""
     folder = folder_of("llama", head_dim=32)
     target = load_target(folder, prepack=False)
     net, seen = new_net("hydra", target, folder).requires_grad_(False), 0
+    for straight in net.straight:
+        straight.weight[:, net.config.hidden_size :].mul_(100)  # so that tokens matter
     for sequence, pending, tree, row, nodes in drafted(target, BlockDrafter(net, target), Budget(4, 3, 10)):
         feature = features_of(target, sequence, (target.num_layers,))[-1]
-        paths = {0: (pending,)}
+        paths, probs = {0: (pending,)}, {0: 1.0}
         for node in nodes:
-            above = paths[int(tree.parents[row, node])]
-            paths[node] = (*above, int(tree.tokens[row, node]))
-            assert paths[node][-1] in hydra_head(net, len(above) - 1, feature, above).topk(3).indices
+            parent, token = int(tree.parents[row, node]), int(tree.tokens[row, node])
+            above = paths[parent]
+            logits = hydra_head(net, len(above) - 1, feature, above)
+            assert token in logits.topk(3).indices
+            paths[node], probs[node] = (*above, token), probs[parent] * float(logits.softmax(-1)[token])
+            assert float(tree.confidence[row, node]) == pytest.approx(probs[node], rel=1e-3)
         likeliest = hydra_head(net, 0, feature, (pending,)).argmax()
         assert not nodes or (pending, int(likeliest)) in paths.values()  # near its end a row drafts nothing
         seen += len(nodes)
@@ -561,7 +566,7 @@ def test_a_vllm_vocabulary_in_any_order(small, folder_of, tmp_path):
     net = saved("medusa", small, folder_of("llama", head_dim=32), tmp_path / "head", num_draft=20)
     other, _ = as_others_write_it(tmp_path / "head", tmp_path / "other", "vllm")
     order, tensors = torch.randperm(20), load_file(other / "model.safetensors")
-    wanted = tensors["lm_heads.1.weight"]
+    cut, wanted = tensors["lm_heads.0.weight"], tensors["lm_heads.1.weight"]
     tensors["token_map"] = tensors["token_map"][order]
     for name in [name for name in tensors if name.startswith("lm_heads")]:
         tensors[name] = tensors[name][order].contiguous()
@@ -571,6 +576,7 @@ def test_a_vllm_vocabulary_in_any_order(small, folder_of, tmp_path):
     save_file(tensors, other / "model.safetensors")
     read = load_medusa(other, target_id(small))
     assert torch.equal(read.target_ids, net.target_ids)
+    assert torch.equal(read.tensors["heads.0.weight"], cut)
     assert torch.equal(read.tensors["heads.1.weight"], wanted)
 
 

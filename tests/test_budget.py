@@ -323,6 +323,27 @@ def test_costs_follow_the_machines_pace():
     assert rule.worth == pytest.approx(3.0, rel=0.02)
 
 
+def test_rows_share_a_steps_time():
+    """A token is worth its row's seconds, of which the step's are shared by all rows."""
+    planner, ctx, root = Planner(INT8, TREE), context(rows=4), DraftTree.root(torch.zeros(4, dtype=torch.int64))
+    for _ in range(50):
+        planner.budget(ctx, "keyed")
+        planner.observe(root, taken(root, *[[0]] * 4), 4, 2.0, 0.0)  # half a token a second in each row
+    assert planner.rule(4).worth == pytest.approx(2.0 / 4, rel=0.02)
+
+
+def test_a_level_is_worth_what_the_next_one_accepts():
+    planner, ctx = Planner(INT8, TREE), context()
+    chain = DraftTree.chain(torch.zeros(1, 3, dtype=torch.int64))
+    for _ in range(100):
+        planner.budget(ctx, "keyed")
+        planner.observe(chain, taken(chain, [0, 1]), 2, 1.0, 0.1)  # the first level always, the second never
+    planner.budget(ctx, "keyed")
+    rule = planner.rule(1)
+    assert rule.gains[0] < 0.2 * rule.worth
+    assert rule.gains[1] > 0.3 * rule.worth  # of a third level nothing is known
+
+
 def test_tokens_that_come_faster_are_worth_less():
     worths = []
     for tokens in (1, 3, 6):
@@ -560,15 +581,15 @@ def test_threads_may_share_a_planner():
 # --- requests without a drafter --------------------------------------------------------------------------------------
 
 
-def end_requests(planner: Planner, rate: float, count: int, temperature: float = 1.0) -> list[bool]:
-    """Requests of 120 steps: which of them are skipped?"""
+def end_requests(planner: Planner, rate: float, count: int, temperature: float = 1.0, steps: int = 120) -> list[bool]:
+    """Return which of these requests are skipped."""
     world, skipped = World(planner, INT8, 0.5), []
     world.rate = rate
     for _ in range(count):
         skipped.append(planner.skips(temperature))
         if not skipped[-1]:
             world.ctx = context()
-            for _ in range(120):
+            for _ in range(steps):
                 world.step()
     return skipped
 
@@ -591,6 +612,19 @@ def test_requests_with_a_gain_or_a_lower_temperature_are_not_skipped():
     end_requests(planner, 0.02, 2, temperature=0.8)
     assert not planner.skips(0.2)
     assert planner.skips(0.8)
+
+
+def test_a_gain_ends_what_requests_before_it_showed():
+    planner = Planner(INT8, TREE)
+    end_requests(planner, 0.02, 2, temperature=0.0)
+    end_requests(planner, 0.9, 3, temperature=0.0, steps=1000)
+    end_requests(planner, 0.02, 2, temperature=1.0, steps=1000)
+    assert not planner.skips(0.5)  # only requests at 1.0 have had no gain since
+    assert planner.skips(1.0)
+
+
+def test_requests_before_the_first_drafts_say_nothing_about_them():
+    assert not any(end_requests(Planner(INT8, TREE), 0.02, 4, steps=1))
 
 
 @pytest.mark.parametrize(("costs", "rate"), [(MEMORY, 0.03), (INT8, 0.2), (FOUR_BIT, 0.3)], ids=str)

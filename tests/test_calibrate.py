@@ -34,6 +34,14 @@ def test_a_net_that_is_too_flat_is_sharpened():
     assert found.scale in (1.5, 1.7)  # 1 / 0.6, or next to it
 
 
+def test_a_gain_that_may_be_chance_changes_nothing():
+    """One position of 200 is right with a larger scale alone."""
+    log_q, noise = torch.tensor([[0.0, -10.0]]).repeat(200, 1), torch.zeros(200, 2)
+    log_q[0, 1], noise[0, 1] = -1.0, 1.05
+    drawn = torch.zeros(200, dtype=torch.int64)
+    assert fit_calibration(lambda: iter([(log_q, noise, drawn)])).scale == 1
+
+
 def test_more_first_guesses_come_true_with_the_scale():
     found = fitted(0.6, 0.4)
     q, noise, drawn = planted(0.6, 0.4, seed=1)  # other positions than it was fitted on
@@ -54,6 +62,14 @@ def test_chances_are_those_under_the_scale():
     true = tokens == drawn[:, None]
     for rank in range(4):
         assert abs(float(told[:, rank].mean() - true[:, rank].float().mean())) < 0.03
+
+
+def test_what_is_missed_is_left_over():
+    """The chances of all compared tokens are those of a hit."""
+    ranked, tokens = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.arange(4).expand(3, -1)
+    chances = Calibration(sharpness=2.0, miss=0.25).log_chance(ranked, tokens).exp()
+    torch.testing.assert_close(chances.sum(-1), torch.full((3,), 0.75))
+    assert torch.equal(chances.argmax(-1), ranked.argmax(-1))
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])

@@ -89,6 +89,14 @@ def test_parts_that_are_not_text_are_refused(rendered):
     )
 
 
+def test_a_prefix_is_no_question(rendered):
+    """Templates may prepare the whole dialogue for the answer that they are asked to open."""
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "prefix": True}]
+    template = "{% if add_generation_prompt %}[answer]{% endif %}" + TEXT
+    assert rendered(template, messages) == "<user>x</user><assistant>y"
+    assert rendered(template, messages[:1]) == "[answer]<user>x</user><bot>"
+
+
 @pytest.mark.parametrize("template", [TEXT, PARTS, EITHER])
 def test_a_prefix_is_continued(rendered, template):
     """Also one that ends in blanks, which templates strip, or that is a part of what closes its turn."""

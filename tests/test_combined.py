@@ -32,6 +32,7 @@ from draftwing.methods.ensemble import (
     proposals,
     unite,
 )
+from draftwing.methods.lookahead import LookaheadDrafter
 from draftwing.methods.lookup import LookupDrafter, SuffixAutomaton
 from draftwing.methods.retrieval import RetrievalDrafter
 from draftwing.models.context import Context, FeatureSpec, Row
@@ -137,6 +138,26 @@ def test_each_part_hears_which_of_its_own_nodes_were_kept(target):
     both = CombinedDrafter([wrong, Oracle(text, 3), short], DraftCalibration(3))
     assert decode(target, both, [5, 6, 7], Budget(4, 3)) == text
     assert [part.paths[0] for part in both.parts] == [[0, -1, -1, -1], [0, 1, 2, 3], [0, 1, -1, -1]]
+
+
+def test_lookahead_keeps_its_window_among_others(target):
+    """Its extra nodes are scored next to all proposals."""
+    lookahead = LookaheadDrafter(VOCAB, 4, 4, 4)
+    decoder = Decoder(target, CombinedDrafter([LookupDrafter(VOCAB), lookahead], DraftCalibration(2)), budget=Budget(3))
+    decoder.admit([5, 6, 7], Sampling(max_tokens=30, ignore_eos=True))
+    sizes = []
+    for _ in range(4):
+        decoder.step()
+        sizes.append(len(lookahead.windows[0].levels))
+    assert sizes == [2, 3, 3, 3]
+
+
+def test_as_much_is_read_as_every_part_has_read():
+    class Reads(Oracle):
+        resumes, num_read = True, ()
+
+    parts = [Reads([], 1, (tap,), num_read=read) for tap, read in ((1, [4, 9]), (2, [6, 7]))]
+    assert CombinedDrafter([*parts, LookupDrafter(VOCAB)], DraftCalibration(3)).num_read == [4, 7]
 
 
 @pytest.mark.parametrize("learns", [False, True])
@@ -278,6 +299,23 @@ def test_agreement_and_contradiction_come_to_mean_what_they_are_worth():
     assert 0.4 < learnt.chance(alone, 1) < 0.6
 
 
+def test_agreement_is_judged_by_depth():
+    """When both agree, they are right about the next token and wrong about the one after it."""
+    learnt, union = DraftCalibration(2), unite([ListTree([9, 1, 2], [-1, 0, 1], [1.0, 0.5, 0.5])] * 2)
+    for _ in range(200):
+        learnt.learn_shared(union, [1, 3, 0])
+    for table in learnt.shared.values():
+        table.settle()
+    assert learnt.chance(union, 1) > 0.9
+    assert learnt.chance(union, 2) < 0.1
+
+
+def test_a_step_that_was_undone_teaches_nothing():
+    calibration, tree = DraftCalibration(2), ListTree([9, 1], [-1, 0], [1.0, 0.5])
+    Proposed([Row([5, 9], 1, 1)], [1], [Offer([tree])] * 2, [None], {1: [0.0]}).learn(calibration, whole=True)
+    assert calibration.asking[1].num_answers[0] == 0
+
+
 # --- who is asked ----------------------------------------------------------------------------------------------------
 
 
@@ -343,6 +381,13 @@ def test_slow_first_drafts_are_not_held_against_it():
     for seconds in (1.0, 5.0):
         asking.add_time(1, seconds, rule)
     assert asking.is_worth_it([0.0], 0, rule)
+
+
+def test_an_interrupted_draft_hardly_counts():
+    asking, rule = Asking(), rule_of()
+    for seconds in (*[1.0] * 20, 100.0):
+        asking.add_time(1, seconds, rule)
+    assert asking.forwards_by_rows[1][1] == pytest.approx(1.05)
 
 
 def test_the_time_of_a_draft_follows_the_machine():
@@ -415,6 +460,15 @@ def test_what_asking_brought_is_learnt_of_every_step():
     assert calibration.tables[1].pending == []
 
 
+def test_what_others_found_too_was_not_added():
+    """Nor was a token that came as the bonus, because its node was not worth its verification."""
+    calibration = DraftCalibration(2)
+    offers = [Offer([ListTree([9, 1], [-1, 0], [1.0, 0.5])]), Offer([ListTree([9, 1, 7], [-1, 0, 1], [1.0, 0.5, 0.5])])]
+    for row, added in ((Row([5, 9, 1, 7, 8], 4, 1), 1.0), (Row([5, 9, 1, 7], 3, 1), 0.5)):  # 1 of 1, then 0 of 1
+        Proposed([row], [1], offers, [None], {1: [0.0]}).learn(calibration, whole=False)
+        assert calibration.asking[1].mean_added[0] == added
+
+
 def test_a_draft_without_a_pass_says_that_it_took_none():
     """Else the clock would take the seconds of lookup for those of a net."""
     both, ctx = combined([LookupDrafter(VOCAB), costly := Oracle([0] * 50, 3)], [REPEATS])
@@ -428,6 +482,7 @@ def test_a_draft_without_a_pass_says_that_it_took_none():
     tree = both.propose(ctx, GREEDY, budget)
     assert costly.budgets[-1].depth == 0
     assert tree.tokens[0, :4].tolist() == [4, 5, 6, 7]
+    assert tree.max_depth > budget.depth  # copies may be longer than what a net drafts
     assert tree.num_draft_forwards == 0.0
 
 
@@ -521,6 +576,22 @@ def test_drafts_that_are_not_there_are_refused(folder, target):
 
 
 # --- the classic rules -----------------------------------------------------------------------------------------------
+
+
+def test_the_first_net_drafts_for_all_that_is_left():
+    """A second one would take its time and be used for nothing."""
+    both, ctx = combined([Oracle(REPEATS * 2, 3), Oracle(REPEATS * 2, 3)], [REPEATS])
+    both.propose(ctx, GREEDY, Budget(2, children="sampled"))
+    assert [part.budgets[-1].depth for part in both.parts] == [2, 0]
+
+
+def test_a_part_hears_nothing_of_its_own_was_kept_if_another_was_taken(target):
+    unsure = Oracle([0] * 100, 3, costs_forwards=False)
+    both = CombinedDrafter([unsure, CausalLMDrafter(target, VOCAB)], DraftCalibration(2))
+    decoder = Decoder(target, both, "multi-round", Budget(3))
+    decoder.admit([5, 6, 7], Sampling(max_tokens=20, ignore_eos=True))
+    assert decoder.step().rows[0].num_accepted == 3
+    assert unsure.paths == [[0, -1, -1, -1]]
 
 
 def test_each_row_takes_lookup_where_that_is_sure_and_else_the_model(target):

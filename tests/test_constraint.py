@@ -26,7 +26,7 @@ from draftwing.methods.base import Budget, Drafter
 from draftwing.models.context import FeatureSpec
 from draftwing.request import Request
 from draftwing.sampling import Sampling
-from draftwing.text.grammar import MAX_CHARACTERS, MAX_LEVELS, Grammar, as_grammar
+from draftwing.text.grammar import MAX_CHARACTERS, MAX_LEVELS, Grammar, Grammars, as_grammar, is_deeper
 from draftwing.text.tokenizer import TextStream
 from draftwing.tree import DraftTree
 from test_exact import CLASSIC, DRAFTERS, FUSED, PROMPTS, SAMPLINGS, VOCAB, Scripted, check_step
@@ -120,6 +120,8 @@ def test_every_node_has_the_mask_of_its_own_path(monkeypatch):
     with monkeypatch.context() as patch:  # as where the logits are elsewhere
         patch.setattr("draftwing.masks.on_host", lambda tensor: False)
         assert torch.equal(masks.apply(logits), masked)
+        assert torch.equal(masks.apply(half := logits.bfloat16()), masked.bfloat16())
+    assert half.isfinite().all()  # log-probabilities are read from what the target returned
     for node, path in {0: (), 1: (4,), 3: (4, 8), 4: (4, 8, 3), 6: (4, 8, 3, 10)}.items():
         good = sorted(RhymesState(path, None).good())
         assert torch.equal(masked[0, node, good], logits[0, node, good])
@@ -130,6 +132,9 @@ def test_every_node_has_the_mask_of_its_own_path(monkeypatch):
     assert (trimmed.is_line, trimmed.depth, trimmed.num_draft_forwards) == (True, 1, 3.0)
     whole = Masks([request], VOCAB, (EOS,), prunes=False).find(DraftTree.chain(torch.tensor([[5, 4, 7, 8]])))
     assert whole.num_nodes == 4
+    request.token_ids += [4, 8, 3] * 3  # after 9 tokens the text may end, and no state follows an end
+    ended = Masks([request], VOCAB, (EOS,), prunes=True).find(DraftTree.chain(torch.tensor([[3, EOS, 4]])))
+    assert ended.tokens.tolist() == [[3, EOS]]
     assert not Masks([other], VOCAB, (EOS,), prunes=True)
 
 
@@ -309,6 +314,8 @@ def test_nothing_ends_a_text_before_min_tokens(lab):
     stop = replace(sampling, logit_bias={9: 1e6}, stop_tokens=(9,), ignore_eos=True)
     ((text,), _) = decode(here.target, None, [(PROMPTS[1], stop, None)])
     assert text.index(9) == 7
+    ((text,), _) = decode(here.target, None, [(PROMPTS[1], replace(sampling, ignore_eos=True), None)])
+    assert text == (EOS,) * 12  # a token that ends nothing may come at any time
 
 
 @pytest.mark.parametrize("value", [-1, 25, 1.5, "3", True, None])
@@ -404,6 +411,32 @@ def test_a_complete_grammar_ends_a_young_text(lm):
     long = {"grammar": Grammar.regex("[ab]{1,300}"), "logit_bias": {EOS: 1e6}}
     (longer,) = lm.generate("x", max_tokens=50, min_tokens=40, **long)
     assert len(longer.token_ids) == 41
+
+
+def test_what_is_allowed_is_found_again_after_each_token(lm):
+    state, ids = lm.constraint(Grammar.regex("abc")).start(), lm.tokenizer.encode_plain("a")
+    before = state.allowed().copy()
+    state.take(ids[0])
+    assert has_bit(before, ids[0])
+    assert not has_bit(state.allowed(), ids[0])
+
+
+def test_the_grammars_that_were_used_last_are_kept(lm, monkeypatch):
+    monkeypatch.setattr("draftwing.text.grammar._MAX_COMPILED", 2)
+    one, two, three = (Grammar.regex(f"a{{{count}}}") for count in (1, 2, 3))
+    grammars = Grammars(lm.tokenizer, lm.target.vocab_size, [EOS])
+    first, second = grammars.constraint(one), grammars.constraint(two)
+    assert grammars.constraint(one) is first
+    third = grammars.constraint(three)  # in place of the second, which was used before the first
+    assert grammars.constraint(one) is first
+    assert grammars.constraint(three) is third
+    assert grammars.constraint(two) is not second
+
+
+def test_levels_of_nesting_are_counted():
+    for value, levels in (([], 1), ([1], 1), ([[1]], 2), ({"a": [{}]}, 3)):
+        assert not is_deeper(value, levels)
+        assert is_deeper(value, levels - 1)
 
 
 def deep(levels):

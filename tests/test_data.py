@@ -12,7 +12,18 @@ from conftest import add_tokenizer, refused
 from draftwing.errors import ConfigError, DataError, TokenizerError
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.train import data as data_module
-from draftwing.train.data import Batches, Corpus, Example, coverage_of, draft_vocabulary, read_examples, split
+from draftwing.train.data import (
+    FIXED_SETTINGS,
+    JOIN,
+    Batches,
+    Corpus,
+    DialogueEncoder,
+    Example,
+    coverage_of,
+    draft_vocabulary,
+    read_examples,
+    split,
+)
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -106,6 +117,10 @@ ANSWERS = [TWO_TURNS[2]["content"], TWO_TURNS[4]["content"]]
 ENDED = [answer + "<|im_end|>" for answer in ANSWERS]
 OPENED = [{"role": "assistant", "content": "Hello!"}, *TWO_TURNS[1:]]  # which answers nothing
 CUT_OFF = [{**message, "finish_reason": "length"} if i == 2 else message for i, message in enumerate(TWO_TURNS)]
+CUT_OFF_IN_BLANKS = [
+    {**message, "content": message["content"] + "\n  "} if i == 2 else message for i, message in enumerate(CUT_OFF)
+]
+TRIMMED = CHATML.replace("{{ m.content }}", "{{ m.content | trim }}")
 # "Bot: " ends with the space that begins the token " row": the model was given half of it.
 OVER_THE_EDGE = (
     "{% for m in messages %}{{ {'user': 'Q: ', 'assistant': 'Bot: '}[m.role] }}{{ m.content }}\n{% endfor %}"
@@ -130,13 +145,14 @@ MARKED_FROM_THE_START = (
         (CHATML, OPENED, ENDED),
         (None, OPENED, ANSWERS),
         (CHATML, CUT_OFF, [ANSWERS[0], ENDED[1]]),
+        (TRIMMED, CUT_OFF_IN_BLANKS, [ANSWERS[0], ENDED[1]]),
         (CHATML, [*TWO_TURNS, TWO_TURNS[1]], ENDED),
         (OVER_THE_EDGE, [{"role": "user", "content": "x"}, {"role": "assistant", "content": "row a"}], [" a\n"]),
     ],
     ids=[
         "chatml", "inst", "thinking-stripped", "generation-marks", "no-template", "parts", "marked-parts",
-        "opened-by-the-assistant", "opened-without-a-template", "cut-off", "turns-after-the-last-answer",
-        "over-the-edge",
+        "opened-by-the-assistant", "opened-without-a-template", "cut-off", "cut-off-in-blanks",
+        "turns-after-the-last-answer", "over-the-edge",
     ],
 )  # fmt: skip
 def test_exactly_what_the_assistant_writes_counts(template, messages, expected, tokenizer_with, write):
@@ -154,6 +170,20 @@ def test_exactly_what_the_assistant_writes_counts(template, messages, expected, 
         assert text.endswith(ANSWERS[1] + "<|im_end|>\n")
     elif template is OVER_THE_EDGE:
         assert " row" in [text_of([token], tokenizer) for token in example.ids]
+
+
+@pytest.mark.parametrize(("template", "expected"), [(None, ANSWERS[:1]), (CHATML, ENDED[:1]), (HOPELESS, [])])
+def test_earlier_answers_in_a_prompt_count_too(template, expected, tokenizer_with):
+    """Of the ids that the model was asked with, which end where its next answer begins."""
+    tokenizer, messages = tokenizer_with(template), TWO_TURNS[:4]
+    if template is None:
+        ids = tokenizer.encode("".join(message["content"] + JOIN for message in messages))
+    else:
+        ids = tokenizer.encode_chat(messages, **FIXED_SETTINGS)
+    encoder = DialogueEncoder(tokenizer, 1000)
+    mask = encoder.mask_of_prompt(messages, ids)
+    assert spoken(Example(np.asarray(ids), mask), tokenizer) == expected
+    assert not encoder.mask_of_prompt(messages, [*ids, 5]).any()  # not what the template makes of these messages
 
 
 def test_the_first_token_never_counts(tokenizer_with, write):

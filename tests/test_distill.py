@@ -200,6 +200,19 @@ def test_a_draft_model_goes_on_with_what_counts(folder_of):
     assert not torch.equal(again.batch(first).batch.ids, found[first].batch.ids)
 
 
+def test_nothing_is_written_beyond_its_own_context(folder_of):
+    """A text that is longer is cut where the model can still read what comes before."""
+    target = LeanTarget.from_folder(folder_of("llama"), prepack=False)
+    writer = LeanTarget.from_folder(folder_of("llama", 1, max_position_embeddings=12), prepack=False)
+    ids, counts = torch.arange(3, 33).numpy(), (torch.arange(30) >= 4).numpy()
+    source = OnPolicyFeatures(Texts(collate([(ids, counts)] * 30)), target, (), writer, 1.0, seed=0)
+    batch = source.batch(0).batch
+    cuts = batch.mask.int().argmax(1)
+    assert cuts.min() >= 4
+    assert len(cuts.unique()) > 4
+    assert batch.lengths.max() == 12
+
+
 def test_what_it_writes_follows_its_own_law(folder_of):
     """The first drawn token of many seeds has the chances that the draft model gives it."""
     target = LeanTarget.from_folder(folder_of("llama"), prepack=False)

@@ -14,6 +14,7 @@ from draftwing import decode, engine, request
 from draftwing.accept import get_rule
 from draftwing.engine import Engine
 from draftwing.errors import ConfigError, NumericsError, PromptError
+from draftwing.limits import cut_to_nodes
 from draftwing.methods.base import NoDrafter
 from draftwing.methods.causal_lm import CausalLMDrafter
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
@@ -178,6 +179,23 @@ def test_one_tree_does_not_slow_the_others(wish, most, target, maker, expected):
     assert next(own.steps()).tree.num_nodes <= 5
 
 
+def test_a_request_may_choose_no_draft_of_one(target, maker, expected):
+    own = Engine(dw.Decoder(target, maker("lm"), budget=dw.Budget(4)))
+    made = [own.submit(PROMPTS[0], samplings()[0], drafts=drafts) for drafts in ([], None)]
+    own.run()
+    assert [each.token_ids for each in made] == [expected[0]] * 2
+    assert [bool(each.stats.num_drafted) for each in made] == [False, True]
+
+
+def test_a_static_tree_is_cut_to_its_shallow_paths():
+    """Parents first, in whatever order they are listed."""
+    tree = dw.Budget(paths=((0, 0), (1,), (0,), (0, 0, 0), (1, 0)))
+    assert [len(cut_to_nodes(tree, most).paths) for most in (1, 2, 3, 4, 5, 9)] == [1, 2, 3, 4, 5, 5]
+    assert cut_to_nodes(tree, 1).paths == ((0,),)
+    assert cut_to_nodes(tree, 3).paths == ((0,), (1,), (0, 0))
+    assert cut_to_nodes(tree, 5) is tree
+
+
 def test_the_median_of_two_is_the_smaller_one(target, maker):
     for wishes, most in ((("none", dw.Budget(8, 4, 40)), 2), ((dw.Budget(8, 4, 40),) * 2, 40)):
         own = Engine(dw.Decoder(target, maker("lm")))
@@ -196,6 +214,18 @@ class Watched(LookupDrafter):
     def propose(self, ctx, sampling, budget):
         self.budgets.append(budget)
         return super().propose(ctx, sampling, budget)
+
+
+@pytest.mark.parametrize(("drafter", "prompt"), [("lm", 5), ("eagle", 5), ("eagle", 250)])
+def test_trees_are_one_level_shallower_than_what_is_left(drafter, prompt, target, maker):
+    """Each step also emits the token after its tree; a prompt of 250 tokens leaves 6 of the context."""
+    decoder, left = dw.Decoder(target, maker(drafter), budget=dw.Budget(8)), 6
+    max_tokens = left if prompt < 250 else 100
+    decoder.admit([5 + number % 40 for number in range(prompt)], Sampling(max_tokens=max_tokens, ignore_eos=True))
+    while decoder.num_running:
+        row = decoder.step().rows[0]
+        assert row.depth == row.num_drafted == left - 1
+        left -= len(row.token_ids)
 
 
 def test_nothing_is_drafted_deeper_than_can_be_emitted(target):
@@ -227,6 +257,8 @@ def test_one_row_with_nan_ends_alone(folder, plain):
     assert [each.finish_reason == "error" for each in found] == [False, True, False, False]
     assert [each.error is None for each in found] == [True, False, True, True]
     assert found[1].token_ids == []
+    first, second = broken.generate([bad, TEXTS[0]], max_tokens=8, banned_tokens=(7,))
+    assert (first.finish_reason, second.text) == ("error", wanted[0].text)
     with refused(NumericsError, "request 1", "hold NaN", "check the weights"):
         raise found[1].error
     with refused(NumericsError, "hold NaN"):
@@ -341,6 +373,10 @@ def test_settings_that_leave_no_number_are_named():
     found = explain("tiny", one, 9, torch.zeros(2, 4), torch.tensor([0, 1, -1]))
     with refused(NumericsError, "request 3 at position 9 are finite", "temperature 0.5, logit_bias -8.0"):
         raise found
+    logits = torch.zeros(3, 4)
+    logits[1, 2] = math.nan
+    assert "hold NaN" in str(explain("tiny", one, 9, logits, torch.tensor([0, 1])))
+    assert "are finite" in str(explain("tiny", one, 9, logits, torch.tensor([0, 2])))  # not of a kept node
 
 
 # --- interrupts ------------------------------------------------------------------------------------------------------

@@ -18,10 +18,13 @@ from draftwing.decode import Decoder
 from draftwing.engine import Engine
 from draftwing.errors import ConfigError, PromptError, SlotsError, UnsupportedError
 from draftwing.limits import AtMost
+from draftwing.methods.base import Drafter
 from draftwing.models.adapter import AdapterTarget
+from draftwing.models.context import FeatureSpec
 from draftwing.models.lean import LeanTarget
 from draftwing.models.paged import PAGE, PageTable, SlotsExhausted, pages_of
 from draftwing.sampling import Sampling
+from draftwing.tree import DraftTree
 from test_exact import DRAFTERS, FUSED
 
 VOCAB = SMALL["vocab_size"]
@@ -293,6 +296,30 @@ def test_a_prompt_that_gives_way_while_it_is_read_comes_back(target):
         assert request.token_ids == text_of(target, request.prompt_ids, request.sampling)
 
 
+def test_a_prompt_gives_way_if_it_matters_least_or_no_row_would_remain(target):
+    """Two rows and a prompt that is being read: the last in rank gives way; and never the only row."""
+    short = Sampling(max_tokens=30, ignore_eos=True)
+    for priority, gives_way in ((-1, "prompt"), (0, "prompt"), (1, "row")):
+        own = plain_engine(target, 16)
+        first, second = own.submit([5, 6], short), own.submit([8, 9], short)
+        own.step()
+        late = own.submit([7] * 200, Sampling(max_tokens=4, ignore_eos=True), priority=priority)
+        own.step()
+        assert own.prefill.request is late
+        assert own.preempt()
+        assert (own.prefill is None) == (gives_way == "prompt")
+        assert list(own.decoder.running) == ([first, second] if gives_way == "prompt" else [first])
+        if gives_way == "row":
+            assert own.preempt()  # the prompt matters more, but no row would remain
+            assert own.prefill is None
+            assert list(own.decoder.running) == [first]
+            assert not own.preempt()
+        own.run()
+        own.check()
+        for request in (first, second, late):
+            assert request.token_ids == text_of(target, request.prompt_ids, request.sampling)
+
+
 def test_a_step_that_runs_out_of_slots_is_done_again(target, monkeypatch):
     """Where a drafter took more than anybody expected."""
     work = long_ones(3, max_tokens=60)
@@ -365,6 +392,43 @@ def test_a_long_prompt_stalls_nobody(target):
     assert read == 192  # 199 to read, 24 at a time
     own.run()
     assert long.token_ids == text_of(target, [7] * 200, Sampling(max_tokens=4, ignore_eos=True))
+
+
+class Reads(Drafter):
+    """Reads features and never resumes; raises once when it is ``broken``."""
+
+    name, features, broken = "reads", FeatureSpec((1,)), False
+
+    def __init__(self, seen: list[tuple[int, int]]) -> None:
+        self.seen = seen
+
+    def admit(self, ctx, features) -> None:
+        self.seen.append((ctx.rows[-1].length, features.shape[1]))
+
+    def propose(self, ctx, sampling, budget) -> DraftTree:
+        broken, Reads.broken = Reads.broken, False
+        if broken:
+            raise ValueError("broken")
+        return ctx.roots()
+
+
+def test_a_prompt_that_is_read_again_from_its_start_has_its_features_once(target):
+    """A drafter failed while it was being read, so that all rows are made again."""
+    seen = []
+    page_bytes = Decoder(target, lambda: Reads([]), kv_memory=1 << 26, max_batch=2).pages.num_page_bytes
+    own = Engine(Decoder(target, lambda: Reads(seen), kv_memory=18 * page_bytes, max_batch=2), max_batch=2)
+    own.submit([5, 6], Sampling(max_tokens=40, ignore_eos=True))
+    own.step()
+    long = own.submit([7] * 100, Sampling(max_tokens=4, ignore_eos=True))
+    own.step()
+    assert own.prefill.done
+    Reads.broken = True
+    own.run()
+    own.check()
+    assert own.stats.num_faults == 1
+    assert all(length == count for length, count in seen)
+    assert (99, 99) in seen
+    assert long.token_ids == text_of(target, [7] * 100, long.sampling)
 
 
 def test_on_a_cpu_pieces_are_smaller(target, monkeypatch):
@@ -455,6 +519,13 @@ def test_priorities_and_deadlines(paged, target):
     with refused(ConfigError, "nothing to decode"):
         own.step()
     assert (stopped.finish_reason, len(stopped.token_ids)) == ("deadline", 1)
+    ended = own.submit([5], sampling, deadline=time.monotonic() + 1000)
+    while own.num_running or own.num_waiting:
+        own.step()
+    ended.deadline = time.monotonic()  # which comes too late to change how it ended
+    own.submit([6], sampling)
+    own.run()
+    assert ended.finish_reason == "length"
     for wrong in (1.5, "high", True):
         with refused(ConfigError, "priority must be a whole number, found"):
             own.submit([5], priority=wrong)

@@ -16,7 +16,7 @@ from draftwing.formats.identity import target_id
 from draftwing.models.lean import LeanTarget
 from draftwing.train import feature_cache as store
 from draftwing.train.data import Batches, Corpus, Example
-from draftwing.train.feature_cache import CachedFeatures, FeatureCache, estimate, write_cache
+from draftwing.train.feature_cache import CachedFeatures, CacheInfo, FeatureCache, estimate, write_cache
 from draftwing.train.features import OnlineFeatures
 from draftwing.train.options import TrainOptions
 from draftwing.train.session import RunFiles, prepare
@@ -147,6 +147,16 @@ def test_bfloat16_is_half_as_large_and_close(target, corpus, exact, tmp_path):
     assert estimate(target, batches_of(corpus), TAPS, torch.float32).num_bytes > 1.9 * size.num_bytes
     # The last hidden state is kept once, whether it is a tap or not.
     assert estimate(target, batches_of(corpus), (3,)) == estimate(target, batches_of(corpus), ())
+    assert CacheInfo.new(target, (3, 1), target_id(target)).states == (1, 3)  # readers find it at the end
+
+
+def test_rows_without_an_answer_are_cut_off(exact):
+    """Those of dialogues, whose first three tokens are a question."""
+    whole = FeatureCache(exact)
+    cut = whole.cut(3)
+    assert 0 < len(cut.lengths) < len(whole.lengths)
+    assert all(row.mask.any() and len(row.ids) <= 3 for row in cut.corpus.examples)
+    assert len(whole.cut(4).lengths) == len(whole.lengths)
 
 
 def test_a_cache_knows_its_ids(target, corpus, exact):

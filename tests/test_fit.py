@@ -5,6 +5,7 @@ import random
 import shutil
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -21,6 +22,8 @@ from draftwing.loading import load_drafter
 from draftwing.shipped import TOY
 from draftwing.text.prompts import as_put, read_prompts, shipped_prompts, shipped_questions
 from draftwing.text.tokenizer import Tokenizer
+from draftwing.train.data import Corpus, Example
+from draftwing.train.evaluate import validation_prompts
 from draftwing.train.options import TrainOptions
 from draftwing.train.session import RunFiles, prepare
 
@@ -77,6 +80,14 @@ def run(target, tmp_path_factory):
 
 
 # --- prompts of its kind ---------------------------------------------------------------------------------------------
+
+
+def test_validation_prompts_are_spread_over_the_held_out_data():
+    """Dialogues up to their first answer; a dialogue that begins with one has no prompt."""
+    examples = [Example(np.full(6, number), np.arange(6) >= number % 4) for number in range(12)]
+    prompts = [[number] * (number % 4) for number in range(12) if number % 4 > 1]  # 2, 3, 6, 7, 10, 11
+    assert validation_prompts(Corpus(tuple(examples)), 6) == prompts
+    assert validation_prompts(Corpus(tuple(examples)), 3) == prompts[::2]
 
 
 def test_a_trained_head_carries_held_out_prompts(run, target, monkeypatch):

@@ -1,6 +1,7 @@
 """Heads on disk: every layout, there and back bit for bit, and what each broken head is told."""
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -534,6 +535,10 @@ def test_eagle_1_of_two_layers_with_biases(tmp_path):
     head = load_head(folder)
     assert (head.config.num_layers, head.config.qkv_bias) == (2, True)
     assert_same_tensors(head.tensors, tensors)
+    net = load(folder)
+    for index, kind in itertools.product((0, 1), ("weight", "bias")):  # one matrix, queries first
+        parts = [tensors[f"layers.{index}.self_attn.{part}_proj.{kind}"] for part in "qkv"]
+        assert torch.equal(getattr(net.layers[index].qkv, kind), torch.cat(parts))
     convert(folder, tmp_path / "sglang", "sglang", target=TARGET)
     out = load_file(tmp_path / "sglang" / "model.safetensors")
     assert read_config(tmp_path / "sglang")["attention_bias"] is True
@@ -857,6 +862,8 @@ def test_the_state_before_the_last_norm_is_none_of_ours(tmp_path):
     with refused(UnsupportedError, "last hidden state before the final norm (tap 8)", "with the engine"):
         load(folder)
     assert load(folder, taps=(2, 4, 5)).config.taps == (2, 4, 5)
+    write_head(tmp_path / "own", net_of(taps=(2, 4, LAYERS)))  # after that norm, in a head of ours
+    assert load(tmp_path / "own").config.taps == (2, 4, LAYERS)
 
 
 def test_a_bias_that_config_and_tensors_disagree_about(tmp_path):

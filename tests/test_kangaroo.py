@@ -128,11 +128,14 @@ def test_noise_and_a_narrow_vocabulary(target):
 # --- drafts ----------------------------------------------------------------------------------------------------------
 
 
-def test_chains_are_those_by_hand(target):
-    """Token after token: the target's first layers on what was drafted, and the adapter behind them."""
+@pytest.mark.parametrize("family", ["llama", "mistral-window"])
+def test_chains_are_those_by_hand(family, folder_of):
+    """Token after token: the target's first layers on what was drafted, then the adapter, which has no window."""
+    target = LeanTarget.from_folder(folder_of(family), torch.float64, prepack=False)
     net = new_net(target).requires_grad_(False)
+    net.out.weight.mul_(20)  # so that all that it attends to matters
     decoder = Decoder(target, KangarooDrafter(net, target), budget=Budget(4))
-    for prompt in ((4, 7, 7, 1, 30), (9,)):
+    for prompt in ((4, 7, 7, 1, 30, *range(40, 50)), (9,)):
         decoder.admit(prompt, Sampling(max_tokens=12, ignore_eos=True))
     for _ in range(3):
         decoder.step()

@@ -309,7 +309,7 @@ def test_what_the_kernel_does_not_walk_python_walks():
 @needs_kernel
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_model_has_pytorchs_numbers(name, folder_of, monkeypatch):
-    """Prefill over several pieces, ragged rows, trees, a commit, another tree; logits and every tap."""
+    """Prefill over several pieces, ragged rows, trees, a commit, more trees; logits and every tap."""
     monkeypatch.setattr("draftwing.runtime.forward.PREFILL_CHUNK", 8)
     monkeypatch.setattr("draftwing.models.lean.PREFILL_CHUNK", 8)
     found = []
@@ -332,6 +332,8 @@ def test_a_model_has_pytorchs_numbers(name, folder_of, monkeypatch):
         target.remove(ctx, 1)
         output = target.forward(ctx, DraftTree.chain(torch.tensor([[13, 4, 6]] * 2)))
         parts += [output.logits, output.features]
+        deep = torch.tensor([[13, *range(3, 43)]] * 2)  # far deeper than the sliding window is wide
+        parts += [target.forward(ctx, DraftTree.chain(deep)).logits]
         parts += [target.score(torch.tensor([prompts[0], prompts[0][::-1]]), spec).logits]
         found.append(parts)
     for ours, theirs in zip(*found, strict=True):

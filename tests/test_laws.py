@@ -357,6 +357,12 @@ def test_typical_keeps_what_is_likely_enough():
     assert min(kept, left) > 100
 
 
+def test_the_largest_draw_is_the_last_token_that_may_be(monkeypatch):
+    """Rounding may carry a draw beyond the sum of all probabilities."""
+    monkeypatch.setattr("draftwing.accept.uniform", lambda bits: torch.ones(()))
+    assert KeyedDraws(1, 0).pick(torch.tensor([0.0, 0.5, 0.0, 0.5, 0.0])) == 3
+
+
 def test_keyed_draws_have_their_probabilities():
     p = torch.tensor([0.0, 0.5, 0.3, 0.0, 0.2, 0.0])
     picks = torch.bincount(torch.tensor([KeyedDraws(1, position).pick(p) for position in range(1500)]), minlength=6)

@@ -156,6 +156,15 @@ def test_features_are_those_of_the_kept_path(num_rows):
     assert TargetOutput(logits).features_on(bushes, paths) is None
 
 
+def test_a_long_prompts_features_are_those_of_all_its_pieces(folder_of, monkeypatch):
+    monkeypatch.setattr("draftwing.runtime.forward.PREFILL_CHUNK", 8)
+    target, spec = LeanTarget.from_folder(folder_of("llama"), torch.float64), FeatureSpec((0, 2, 3))
+    prompt = [5 + i % 40 for i in range(27)]
+    features = target.prefill(target.new_context(spec), prompt)
+    wanted = target.score(torch.tensor([prompt]), spec).features[:, :-1]
+    torch.testing.assert_close(features, wanted, rtol=1e-9, atol=1e-9)
+
+
 def test_a_text_may_go_on_for_a_while_before_its_slots_move(folder_of):
     target = LeanTarget.from_folder(folder_of("llama"), torch.float32)
     ctx = target.new_context()

@@ -59,6 +59,11 @@ class Watched(LookaheadDrafter):
         super().__init__(VOCAB, *sizes)
         self.seen: list[tuple] = []
 
+    def propose(self, ctx, sampling, budget) -> DraftTree:
+        tree = super().propose(ctx, sampling, budget)
+        tree.check(VOCAB)  # in particular, no column hangs below one that is past the end of its request
+        return tree
+
     def observe(self, ctx, tree, accepted, output) -> None:
         before = copy.deepcopy(self.windows)
         super().observe(ctx, tree, accepted, output)
@@ -110,6 +115,8 @@ def test_each_column_is_continued_as_its_own_text_would_be(sizes, temperature, p
             wanted.append(said(target, [*text, *path], sampling, row.prompt_length) if is_run else PAD)
         newest = new.levels[-1]
         assert newest == wanted
+        assert not new.pool.after(PAD)
+        assert not any(PAD in rest for token in range(VOCAB) for rest in new.pool.after(token))
         if len(levels) == ngram - 1:
             full += 1
             assert new.levels == [*levels[1:], newest]
@@ -135,6 +142,22 @@ def test_ngrams_come_true(target):
         steps, count = steps + len(rows), count + sum(len(row.token_ids) for row in rows)
     assert count == 120
     assert steps < 100
+
+
+def test_classic_rules_get_chains(target):
+    """Each node is certain of its only child: with two children the law of the text would be another one."""
+    texts = []
+    for rule in ("match", "multi-round"):
+        decoder = Decoder(target, LookaheadDrafter(VOCAB, 5, 3, 5), rule, budget=Budget(3, 4))
+        decoder.admit(PROMPTS[0], Sampling(max_tokens=40, ignore_eos=True))
+        texts.append([])
+        while decoder.num_running:
+            step = decoder.step()
+            texts[-1] += step.rows[0].token_ids
+            if rule == "multi-round":
+                parents = step.tree.parents[step.tree.tokens != PAD].tolist()
+                assert parents == [*range(-1, len(parents) - 1)]
+    assert texts[0] == texts[1]
 
 
 # --- nodes that are scored and not proposed --------------------------------------------------------------------------
@@ -208,6 +231,8 @@ def test_nodes_beside_a_tree():
     assert again.tokens.tolist() == whole.tokens.tolist()
     assert again.parents.tolist() == whole.parents.tolist()
     assert whole.prune(torch.tensor([1, 1])).tokens[0].tolist() == [7, 1, PAD, 4, PAD, 6]
+    deeper = tree.with_extra_nodes(torch.tensor([[4], [4]]), torch.tensor([[-1], [-1]]), 1)
+    assert deeper.depth == deeper.depths.max() == 2
     # What is not worth its verification goes, what is only scored stays.
     kept = prune_by_rule(whole, rule_of(worth=0.01))
     assert kept.tokens.tolist() == [[7, 4, 5, 6], [7, 4, 5, PAD]]

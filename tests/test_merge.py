@@ -166,12 +166,18 @@ def test_the_batch_holds_every_rows_nodes(rows):
 
 @given(proposal(), st.lists(st.integers(0, 2), max_size=6))
 def test_tokens_are_followed_as_far_as_they_were_proposed(one, tokens):
-    """Equal siblings count as the first of them: what hangs below the second alone is not found."""
     single = unite([one])
     own, single = paths(single), ListTree(single.tokens, single.parents, [1.0] * len(single.tokens))
     path = follow(single, tokens)
     assert [own[node] for node in path] == [tuple(tokens[:depth]) for depth in range(len(path))]
     assert tuple(tokens[: len(path)]) not in own or len(path) == len(tokens) + 1
+
+
+def test_the_first_of_equal_siblings_is_followed():
+    """What hangs below the second alone is not found."""
+    twice = ListTree([ROOT, 1, 1, 2, 3], [-1, 0, 0, 1, 2], [1.0] * 5)
+    assert follow(twice, [1, 2]) == [0, 1, 3]
+    assert follow(twice, [1, 3]) == [0, 1]
 
 
 def test_chances_are_read_from_what_a_tree_says():

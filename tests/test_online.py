@@ -216,6 +216,20 @@ def test_learning_takes_its_share_of_the_time_and_no_more():
     assert learner.num_updates <= seen + 1  # what was not spent does not pile up
 
 
+def test_an_update_takes_no_stretch_twice():
+    """Half of them the newest, the others any earlier ones."""
+    learner, taken = small_learner(batch=4, ring=5, share=1.0), []
+    loss = learner.loss
+    learner.loss = lambda stretches: taken.append(list(map(id, stretches))) or loss(stretches)
+    torch.manual_seed(0)
+    for count in range(1, 9):
+        learner.learn(stretches_of(learner.net, 1), Tally(), 100.0)
+        ring = list(map(id, learner.ring))
+        assert len(set(taken[-1])) == len(taken[-1]) == min(count, 4)
+        assert taken[-1][0] == ring[-1]
+        assert set(taken[-1]) <= set(ring)
+
+
 def weights_of(net: EagleNet) -> dict[str, torch.Tensor]:
     return {name: each.detach().clone() for name, each in net.named_parameters()}
 

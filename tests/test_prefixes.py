@@ -14,7 +14,7 @@ from conftest import SMALL, Recorder
 from draftwing.decode import Decoder
 from draftwing.engine import Engine
 from draftwing.models.lean import LeanTarget
-from draftwing.models.paged import PAGE, PageTable, Prefixes
+from draftwing.models.paged import PAGE, PageTable, Prefixes, new_cache
 from draftwing.sampling import Sampling
 from test_exact import DRAFTERS, FUSED
 
@@ -344,6 +344,22 @@ def test_pages_of_a_loop_that_ended_are_never_found():
     table.restart()
     assert table.prefixes.find(tokens) == ([], None, 0)
     assert len(table.prefixes) == 0
+
+
+def test_caches_that_are_made_again_are_the_old_ones_each_once():
+    """Those of a target and a draft model of the same shape too."""
+
+    def made(table):
+        with table.making():
+            return [new_cache(layers, 2, 8, torch.float32, torch.device("cpu")) for layers in (3, 3, 2)]
+
+    table = PageTable(4, 1024)
+    before = made(table)
+    table.allocate(5 * table.num_page_bytes)
+    table.restart()
+    after = made(table)
+    assert [id(each) for each in after] == [id(each) for each in before]
+    assert len(table.caches) == 3
 
 
 def test_pages_that_belong_to_no_row_hold_zeros(monkeypatch):

@@ -122,7 +122,8 @@ def test_suffix_takes_what_promises_more():
     memory.add([2, 3, 7, 7])
     assert fresh(SuffixDrafter(VOCAB, memory), [[3, 5, 8, 2, 3]], Budget(2)).tokens.tolist() == [[3, 7, 7]]
     assert fresh(SuffixDrafter(VOCAB, Memory(1000)), [[3, 5, 8, 2, 3]], Budget(2)).tokens.tolist() == [[3, 5, 8]]
-    # Met so often that a shorter match is the safer one.
+    # Met so often, in the request or in former ones, that a shorter match is the safer one.
+    assert fresh(SuffixDrafter(VOCAB, memory), [[2, 3, 7, *[3, 9] * 10, 2, 3]], Budget(1)).tokens.tolist() == [[3, 9]]
     for _ in range(40):
         memory.add([3, 9, 4])
     assert fresh(SuffixDrafter(VOCAB, memory), [[2, 3]], Budget(1)).tokens.tolist() == [[3, 9]]

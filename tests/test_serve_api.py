@@ -226,7 +226,8 @@ def test_messages_of_every_form_reach_the_template(lm):
     ]
     ids = lm.tokenizer.encode_plain("[calm]<system>Be brief.<user>def add<assistant>(a)<user>go on<bot>")
     mood = {"chat_template_kwargs": {"mood": "calm"}}
-    answer = chat(app_of(lm), messages, max_completion_tokens=5, temperature=0, user="me", extra_body=mood)
+    limits = {"max_completion_tokens": 5, "max_tokens": 9}  # the new name counts
+    answer = chat(app_of(lm), messages, **limits, temperature=0, user="me", extra_body=mood)
     assert answer.usage.prompt_tokens == len(ids)
     assert answer.choices[0].message.content == own(lm, ids, max_tokens=5).text
 
@@ -319,6 +320,20 @@ def test_a_stream_says_the_role_the_text_the_end_and_the_usage(lm):
     assert last.usage.completion_tokens == 2 * len(expected.token_ids)
     assert last.metrics["speculative_decoding"]["num_draft_tokens"] > 0
     assert len({chunk.id for chunk in (*chunks, last)}) == 1
+
+
+def test_traces_of_a_stream_are_those_of_its_own_texts(lm):
+    """Each chunk with a trace has a step of its own sequence, not of the one that shares the step."""
+    fields = {"prompt": TEXTS[:2], "max_tokens": 12, "temperature": 0, "stream": True}
+    body = {"speculation": {"trace": True}, "ignore_eos": True}
+    chunks = ask(app_of(lm), lambda client: make(client.completions, **fields, extra_body=body))
+    for index, text in enumerate(TEXTS[:2]):
+        mine = [chunk for chunk in chunks if chunk.choices[0].index == index]
+        traces = [chunk.draftwing for chunk in mine if hasattr(chunk, "draftwing")]
+        expected = own(lm, text, max_tokens=12, ignore_eos=True)
+        assert [token for trace in traces for token in trace["token_ids"]] == expected.token_ids
+        assert traces[0]["position"] == len(lm.encode(text))
+        assert [trace["at"] for trace in traces] == sorted(trace["at"] for trace in traces)
 
 
 def test_a_stream_of_completions_ends_with_done(lm):

@@ -290,6 +290,17 @@ def test_the_official_client_adds_streamed_calls_up(lm, writes, wish, parallel):
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_text_may_end_like_the_beginning_of_a_call(lm, writes, stream):
+    writes("5 <tool")
+    answer = chat(app_of(lm), "x", tools=TOOLS, max_tokens=30, temperature=0, stream=stream)
+    if stream:
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in answer if chunk.choices)
+    else:
+        text = answer.choices[0].message.content
+    assert text == "5 <tool"
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_is_cut_off_is_told_as_far_as_it_goes(lm, writes, stream):
     writes(SAID)
     answer = chat(app_of(lm), "x", tools=TOOLS, max_tokens=58, temperature=0, stream=stream)

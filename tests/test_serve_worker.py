@@ -82,6 +82,8 @@ def test_a_late_reader_gets_everything_in_few_parts_and_is_woken_once(lm, worker
     assert "".join(part.row.text for part in parts) == expected.text
     assert [token for part in parts for token in part.row.token_ids] == expected.token_ids
     assert [each.token for part in parts for each in part.row.logprobs] == expected.token_ids
+    starts = [len(lm.encode(TEXTS[0])), *(part.row.position + len(part.row.token_ids) for part in parts)]
+    assert [part.row.position for part in parts] == starts[:-1]
     assert sum(part.row.num_accepted for part in parts) == expected.stats.num_accepted
     assert len(told) <= 2  # that there is something, and that it ended
     assert ticket.take() == ([], True)

@@ -106,13 +106,20 @@ def test_guesses_save_passes(temperature, is_right, target, model, monkeypatch):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_it_is_always_right_for_itself(temperature, target):
-    """With siblings beside its own tokens; what it had read of a draft that was kept need not be read again."""
-    steps = drafts(target, StagedDrafter(target, VOCAB), Budget(5, 3, 12), temperature=temperature)
-    decoder = Decoder(target, StagedDrafter(target, VOCAB), budget=Budget(5, 3, 15))
+@pytest.mark.parametrize(
+    ("drafter", "budget"),
+    [(StagedDrafter, Budget(5, 3, 15)), (StagedDrafter, Budget(5)), (CausalLMDrafter, Budget(5))],
+)
+def test_a_model_is_always_right_for_itself(temperature, drafter, budget, target):
+    """What it read of a draft that was kept need not be read again; the last token of a draft was never read."""
+    decoder = Decoder(target, drafter(target, VOCAB), budget=budget)
     decoder.admit(PROMPTS[0], Sampling(max_tokens=30, ignore_eos=True, seed=1, temperature=temperature))
     kept = [decoder.step().rows[0].num_accepted for _ in range(5)]
     assert kept == [5] * 5
+
+
+def test_siblings_are_drafted_next_to_its_own_tokens(target):
+    steps = drafts(target, StagedDrafter(target, VOCAB), Budget(5, 3, 12))
     assert any(len(row) > 1 for (_, rows), _ in steps for row in rows)
 
 

@@ -336,6 +336,9 @@ def test_a_dialogue_is_asked_up_to_its_last_question(tmp_path: Path) -> None:
     roles = ["system", "user", "assistant", "user"]
     expected = [{"role": role, "content": text} for role, (_, text) in zip(roles, said, strict=False)]
     assert prompt == expected
+    said = [("human", "rain?"), ("gpt", "I look."), ("tool", "none")]
+    file.write_text(json.dumps({"conversations": [{"from": role, "value": text} for role, text in said]}))
+    assert [message["content"] for message in read_prompts(file)[0]] == ["rain?", "I look.", "none"]
 
 
 @pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x85", "\x1c"])

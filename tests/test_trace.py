@@ -94,6 +94,8 @@ def test_rows_of_a_batch_have_traces_of_their_own(lm_of):
         for place, row in enumerate(step.rows):
             trace = step_trace(step, place, names)
             assert trace["num_rows"] == len(step.rows)
+            kept = [trace["nodes"][node]["id"] for node in trace["path"][1:]]
+            assert [*kept, trace["bonus"]["id"]][: trace["num_tokens"]] == trace["token_ids"]
             said[row.request_id] += trace["token_ids"]
     assert [said[request.id] for request in requests] == [request.token_ids for request in requests]
 
@@ -155,6 +157,8 @@ def test_laws_know_the_settings(lm_of):
         for law in step.rows[0].laws:
             assert law.chances[0][:2] == (wanted, pytest.approx(1.0))
             assert law.drawn == wanted
+    for _, step in traces(lm, temperature=0.7, seed=1, laws=1, top_k=1):
+        assert all(law.chances[0][1] == 1 for law in step.rows[0].laws)
 
 
 @pytest.mark.parametrize("laws", [-1, 65])

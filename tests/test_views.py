@@ -142,6 +142,17 @@ def test_a_forward_through_a_view_is_that_of_hand_written_masks(family, layers, 
         assert torch.equal(ctx.cache.data[:, :, row, :, :length], before[:, :, row, :, :length])
 
 
+def test_a_tree_may_be_deeper_than_the_sliding_window_is_wide(runs, folder_of):
+    both, counts = Both("mistral-window", runs, folder_of), (24, 9)
+    ctx, view = both.context(), some_view(1, 1, 1, counts)
+    tree = DraftTree.chain(torch.tensor([[3 + 5 * i % 51 for i in range(45)], [4 + 9 * i % 52 for i in range(45)]]))
+    found = run(ctx, tree, view)
+    for row in range(2):
+        seen = view.slots[row, 0, 0, : counts[row]].tolist()
+        wanted = both.logits(row, tree, lambda layer, head, seen=seen: seen)
+        torch.testing.assert_close(found[row].double(), wanted, **both.close)
+
+
 def test_a_window_is_that_of_hand_written_masks(runs, folder_of):
     """StreamingLLM's sinks and last tokens, row by row, as the drafter keeps them while rows grow."""
     both = Both("llama", runs, folder_of)
@@ -271,11 +282,21 @@ def test_the_drafter_looks_at_what_snapkv_chooses(per_head, runs, folder_of):
     refreshed = slots.view(both.target, ctx)
     assert refreshed.counts == [20, 20]
     assert not torch.equal(refreshed.slots[0, :, :, :14], before)
+    ctx.rows[0].length = 19  # what was chosen for a longer text holds no more
+    whole = slots.view(both.target, ctx)
+    assert whole.counts == [19, 20]
+    assert torch.equal(whole.slots[0, ..., :19], torch.arange(19).expand_as(whole.slots[0, ..., :19]))
     slots.remove(0)
     ctx.rows = ctx.rows[1:]
     left = slots.view(both.target, ctx)
     assert left.counts == [20]
     assert torch.equal(left.slots[0, :, :, :20], again.slots[1, :, :, :20])
+    slots.remove(0)
+    ctx.rows[0].length = 36
+    for _ in range(2):  # after the last row has left, others join
+        slots.admit(both.target)
+        assert slots.view(both.target, ctx).counts == [20] * ctx.num_rows
+        ctx.rows = [*ctx.rows, ctx.rows[0]]
 
 
 # --- the drafter -----------------------------------------------------------------------------------------------------

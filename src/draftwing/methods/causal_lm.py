@@ -160,7 +160,7 @@ class CausalLMDrafter(NetDrafter):
         num_kept = (path != PAD).sum(1).tolist()  # no wait: the step has already returned its tokens
         for place, (row, num) in enumerate(zip(ctx.rows, num_kept, strict=True)):
             if self._room(row) > 0:
-                self._read[place] += min(num, 1 + drafted.num_levels)
+                self._read[place] += num
 
 
 # --- drafting for the draft model by lookup --------------------------------------------------------------------------

@@ -155,7 +155,7 @@ class Learner:
     def _judge(self) -> None:
         """After a window, restore the earlier weights if fewer drafts were accepted than before, or serve new ones."""
         latest, self._tally = self._tally, Tally()
-        if self._before.levels and latest.fell_from(self._before):
+        if latest.fell_from(self._before):
             with torch.no_grad():
                 for name, parameter in self._trained.items():
                     parameter.copy_(self._good_weights[name])
