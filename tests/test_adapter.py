@@ -222,13 +222,10 @@ def test_cropped_caches_draft_path_by_path(name):
         warnings.simplefilter("error", DraftwingWarning)  # it drafts
         target = AdapterTarget(model)
     prompts = [[5, 9, 5, 9, 5, 9, 11, 5, 9], [4], [9, 9, 30, 31, 9, 9]]
-    expected = [plain_greedy(model, prompt, 20) for prompt in prompts]
-    sampled = decode(target, prompts, temperature=1.0, max_tokens=20)
-    for budget in (Budget(4), Budget(4, 3, 9)):
-        found = decode(target, prompts, LookupDrafter(VOCAB, 1), budget, temperature=0.0, max_tokens=20)
-        assert found == expected
-        found = decode(target, prompts, LookupDrafter(VOCAB, 1), budget, temperature=1.0, max_tokens=20)
-        assert found == sampled
+    expected = [plain_greedy(model, prompt, 12) for prompt in prompts]
+    assert decode(target, prompts, LookupDrafter(VOCAB, 1), Budget(4, 3, 9), temperature=0.0) == expected
+    sampled = decode(target, prompts, temperature=1.0)
+    assert decode(target, prompts, LookupDrafter(VOCAB, 1), Budget(4), temperature=1.0) == sampled
     taps, paths = FeatureSpec((1, 3)), [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 4], [0, 2, 5], [0, 2, 5, 6]]
     ctx = target.new_context(taps)
     target.prefill(ctx, prompts[0])

@@ -65,20 +65,21 @@ def submit_all(engine, **options):
     return [engine.submit(prompt, Sampling(seed=seed, **OPTIONS), **options) for seed, prompt in enumerate(PROMPTS)]
 
 
-def texts_of(target):
+@pytest.fixture(scope="module")
+def texts(target):
     baseline = Engine(dw.Decoder(target), max_batch=1)
     requests = submit_all(baseline)
     baseline.run()
     return [request.token_ids for request in requests]
 
 
-def test_a_text_that_is_passed_over_is_the_same_and_no_drafter_reads_it(target):
+def test_a_text_that_is_passed_over_is_the_same_and_no_drafter_reads_it(target, texts):
     read = []
     own, planner = engine_of(target, read)
     found = submit_all(own)
     for _ in own.steps():
         own.check()
-    assert [each.token_ids for each in found] == texts_of(target)
+    assert [each.token_ids for each in found] == texts
     assert read == [PROMPTS[0], PROMPTS[2]]
     assert planner.asked == [1.0] * 4
     assert planner.budgets == sum(len(each.rows) for each in found[::2])  # none is asked for the others
@@ -119,7 +120,7 @@ def test_a_prompt_that_is_refused_leaves_the_drafter_in_place(target, monkeypatc
 
 
 @pytest.mark.parametrize("at", range(1, 130, 5))
-def test_an_interrupt_loses_nothing(at, target):
+def test_an_interrupt_loses_nothing(at, target, texts):
     """In a text that is passed over, where it begins, and where it ends."""
     own, _ = engine_of(target, [])
     found = submit_all(own)
@@ -130,7 +131,7 @@ def test_an_interrupt_loses_nothing(at, target):
         if ends and count == at:  # then the next one goes through: some lines are met in every step
             own.step()
         own.check()
-    assert [each.token_ids for each in found] == texts_of(target)
+    assert [each.token_ids for each in found] == texts
     last = own.submit(PROMPTS[0], Sampling(seed=0, **OPTIONS), speculation=dw.Budget(2))
     own.run()
     assert last.stats.num_drafted  # the drafter is back
@@ -146,11 +147,11 @@ def test_an_interrupt_loses_nothing(at, target):
         ({"references": [[5, 6, 7]]}, 0),
     ],
 )
-def test_what_speaks_for_drafts_is_heard(wishes, asked, target):
+def test_what_speaks_for_drafts_is_heard(wishes, asked, target, texts):
     own, planner = engine_of(target, [])
     found = submit_all(own, **wishes)
     own.run()
-    assert [each.token_ids for each in found] == texts_of(target)
+    assert [each.token_ids for each in found] == texts
     assert len(planner.asked) == asked
 
 

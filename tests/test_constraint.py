@@ -165,7 +165,7 @@ def requests_of(kind: str):
 FEW = ("lm-tree", "eagle3-dynamic", "lookahead", "kangaroo-dynamic", "eagle3+lookup-rule", "twins", "scattered")
 MORE = ("self-chain", "lm-static", "eagle3-rule", "medusa-dynamic", "lookahead+eagle3", "skip-chain")
 MORE += ("mtp-modules-tree",)
-KINDS = [(kind, "llama", name) for kind in ("greedy", "t1") for name in FEW]
+KINDS = [("t1", "llama", name) for name in FEW] + [("greedy", "llama", name) for name in FEW[::3]]
 KINDS += [("penalties", "llama", "lm-tree"), ("top-p", "llama", "twins"), ("t1", "gpt2", "lm-tree")]
 KINDS += [(kind, FUSED[0], name) for kind in ("t1", "greedy") for name in ("lm-tree", "eagle3-rule")]
 FULL = [(kind, "llama", name) for kind in SAMPLINGS for name in (*FEW, *MORE)]

@@ -78,7 +78,7 @@ def steps_of(folder, head, temperature):
     drafter = load_drafter(head, target, None, device="cpu")()
     decoder = dw.Decoder(target, drafter, budget=dw.Budget(3, 12, 40))
     for seed, prompt in enumerate(PROMPTS):
-        decoder.admit(prompt, dw.Sampling(max_tokens=16, ignore_eos=True, temperature=temperature, seed=seed))
+        decoder.admit(prompt, dw.Sampling(max_tokens=8, ignore_eos=True, temperature=temperature, seed=seed))
     steps = []
     while decoder.num_running:
         steps.append(decoder.step())

@@ -124,8 +124,8 @@ def test_texts_across_a_limit_are_those_of_generate(name):
             texts, accepted = decode(target, PROMPTS, count, drafter, Budget(depth))
             assert texts == expected
             assert accepted > (3 if name == "llama-dynamic" else 10)  # which drafts nothing beyond the limit
-            sampling = Sampling(max_tokens=count, temperature=0.0, ignore_eos=True)
-            assert PROMPTS[0] + generate(target, drafter, PROMPTS[0], sampling, budget=Budget(depth)) == expected[0]
+        sampling = Sampling(max_tokens=count, temperature=0.0, ignore_eos=True)
+        assert PROMPTS[0] + generate(target, drafter, PROMPTS[0], sampling, budget=Budget(depth)) == expected[0]
 
 
 def test_phi3_also_equals_its_full_forward_beyond_the_limit():

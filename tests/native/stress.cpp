@@ -17,7 +17,7 @@ namespace {
 constexpr int HIDDEN = 64, VOCAB = 192, DIM = 32, HEADS = 2, SLOTS = 64, ROWS = 2;
 constexpr int DEPTH = 4, WIDTH = 4, WAITING = 3, MOST_NODES = ROWS * WIDTH * 2;
 constexpr int ROOM = 1 + WIDTH + (DEPTH - 1) * WIDTH * WIDTH;
-constexpr double SECONDS = 1.0;
+constexpr double SECONDS = 0.5;
 #if defined(__has_feature)
 #define HAS_FEATURE(name) __has_feature(name)
 #else
