@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
@@ -84,6 +85,8 @@ class Bandit:
 
     def __init__(self, num_arms: int, costs: LearnedCosts) -> None:
         self.arms, self.costs = [Arm() for _ in range(num_arms)], costs
+        # Arguments of ``costs.observe`` to learn from: the latest steps if drafters propose nothing for long.
+        self.drafted: deque[tuple[int, float, float, float]] = deque(maxlen=CONFIG.learn_every)
         self.best = self.current = BASELINE
         self.is_probing = False
         self.steps, self.interval, self.next_probe = 0, CONFIG.first_interval, CONFIG.first_interval
@@ -242,7 +245,7 @@ class Planner:
                 self._bandit.add(seconds, tokens)
                 if is_draft:
                     levels = float(tree.max_depth) if tree.num_draft_forwards is None else tree.num_draft_forwards
-                    self._bandit.costs.observe(nodes, levels, seconds, draft_seconds)
+                    self._bandit.drafted.append((nodes, levels, seconds, draft_seconds))
             self._was_baseline = not is_draft
             if nodes > 1:
                 self._unlearned.append((tree.parents, accepted.path, tree.node_probs))
@@ -268,6 +271,8 @@ class Planner:
         if self._unlearned:
             self._acceptance.observe(*reached_nodes(self._unlearned, self._ranks))
             self._unlearned = []
+        while self._bandit.drafted:
+            self._bandit.costs.observe(*self._bandit.drafted.popleft())
         chains = [Budget(min(length, limit)) for length in self._chains]
         if self._grown is None:
             shapes = [shape for shape in self._shapes if _num_nodes(shape) <= limit] or [Budget(min(limit, 3))]
