@@ -248,6 +248,24 @@ def test_a_token_of_context_costs_more_with_more_nodes():
     assert COSTS.token_seconds(7) == COSTS.per_token
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("gamma", [1, 3])
+def test_a_target_that_drafts_for_itself_breaks_even_there(gamma, rows):
+    """Each draft step is a plain step of a text as long as the view, whatever the context is."""
+    for alpha, view in ((0.7, 128), (0.9, 512)):
+        length = inflection_length(BY_NODES, alpha, gamma, rows, view=view)
+        assert view < length < math.inf
+        for context, sign in ((0.98 * length, -1), (length, 0), (1.02 * length, 1)):
+            spent = gamma * BY_NODES.verify_seconds(1, rows, view) + BY_NODES.verify_seconds(gamma + 1, rows, context)
+            tokens = sum(chance * emitted for chance, emitted in outcomes(alpha, gamma))
+            gained = tokens * BY_NODES.verify_seconds(1, rows, context) - spent
+            assert gained == pytest.approx(0, abs=1e-9) if not sign else gained * sign > 0
+    assert inflection_length(BY_NODES, 0.1, gamma, rows, view=128) == math.inf
+    assert inflection_length(BY_NODES, 1.0, gamma, rows, view=4) >= 4
+    quick = Costs(Curve(((1, 1.0), (2, 1.0))), per_token=1.0)
+    assert inflection_length(quick, 1.0, 1, view=300) == 300  # up to there a draft step takes a whole step
+
+
 def test_inflection_at_once_and_never():
     assert inflection_length(COSTS, 0.9, 4) == 0.0
     assert measured_speedup(COSTS, 0.9, 4, 1, 0) > 1

@@ -73,12 +73,6 @@ def test_with_and_without_tiles_the_bits_are_the_same(tiles):
     assert torch.equal(product(weight, x), with_tiles)
 
 
-def test_costs_measured_with_tiles_are_not_those_without(tiles):
-    name = kernel.costs_like
-    assert kernel.use_tiles(False) is False
-    assert (kernel.costs_like != name) == tiles
-
-
 def test_the_environment_turns_tiles_off(tiles):
     if not tiles:
         pytest.skip("they are off")

@@ -704,15 +704,23 @@ def measured_speedup(costs: Costs, alpha: float, gamma: int, rows: int = 1, cont
     return expected_tokens(alpha, gamma) * costs.verify_seconds(1, rows, context) / spent
 
 
-def inflection_length(costs: Costs, alpha: float, gamma: int, rows: int = 1) -> float:
-    """Context length from which chains of ``gamma`` gain: 0 or more, infinity if they never do (2408.11049, section 3).
+def inflection_length(costs: Costs, alpha: float, gamma: int, rows: int = 1, *, view: int | None = None) -> float:
+    """Context length from which chains of ``gamma`` gain (MagicDec 2408.11049, section 3).
 
     With longer contexts reading the KV cache, once for all nodes, dominates, and T_V / T_T falls towards 1.
+
+    Args:
+        view: slots that a self-drafting target attends to: a draft step then costs a baseline step of that length.
+            None: as measured.
+
+    Returns:
+        0 if they gain from the start, infinity if they never do.
     """
     tokens = expected_tokens(alpha, gamma)
-    spent = costs.draft_seconds(gamma, 1, rows) + costs.verify_seconds(gamma + 1, rows, 0)
-    loss = spent - tokens * costs.verify_seconds(1, rows, 0)  # per step
-    if loss <= 0:
+    draft = costs.draft_seconds(gamma, 1, rows) if view is None else gamma * costs.verify_seconds(1, rows, view)
+    loss = draft + costs.verify_seconds(gamma + 1, rows, 0) - tokens * costs.verify_seconds(1, rows, 0)  # per step
+    if loss <= 0 and view is None:
         return 0.0
     gain = (tokens * costs.token_seconds(1) - costs.token_seconds(gamma + 1)) * rows  # per token of context
-    return loss / gain if gain > 0 else math.inf
+    length = loss / gain if gain > 0 else math.inf
+    return length if view is None else max(length, float(view))
