@@ -66,7 +66,8 @@ def test_every_library_that_is_looked_for_is_in_one_wheel():
 USE = """
 import draftwing as dw
 from draftwing.cpu.library import get_kernel
-print(get_kernel().name, dw.load("toy").generate("Why is the sky blue?", max_tokens=24, temperature=0.7, seed=5)[0].text)
+answer, = dw.load("toy").generate("Why is the sky blue?", max_tokens=24, temperature=0.7, seed=5)
+print(get_kernel().name, answer.text)
 """
 
 

@@ -39,8 +39,8 @@ SOURCES = Path(__file__).with_name("native")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-fno-strict-aliasing")
 _TIMEOUT = 300  # seconds
 
-# The libraries of wheels, the best first, and words of `_cpu` without which one is not even loaded: its static
-# initialisers may use the instructions too.
+# The libraries of wheels, the best first, and words of `_cpu` without which one is not even loaded: all of its
+# code may use the instructions.
 PREBUILT = Path(__file__).with_name("prebuilt")
 _V3 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"}
 LEVELS = {
