@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # uv installs packages in a fraction of pip's time, but does not read pip's settings: if it fails, pip is used.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help setup demo test test-all check format clean
+.PHONY: help setup demo test test-all check format wheels clean
 
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 11
@@ -45,6 +45,12 @@ check: $(READY)  ## Lint, types, import layers, prose, exports, README and docs.
 format: $(READY)  ## Format, and fix what ruff can.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Without a platform: the kernel is compiled on first use.
+WHEELS := "" manylinux_2_28_x86_64 manylinux_2_28_aarch64 macosx_12_0_arm64
+
+wheels: $(READY)  ## Build wheels in dist/, with compiled kernels; some minutes.
+	set -e; for platform in $(WHEELS); do DRAFTWING_WHEEL=$$platform $(BIN)/python -m pip wheel --no-deps --wheel-dir dist .; done
 
 clean:  ## Remove the environment and caches; trained runs in build/ stay.
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache dist

@@ -474,6 +474,65 @@ def test_a_kernel_that_cannot_be_kept_warns_once(shop):
     noise_of(7, CPU)
 
 
+# --- from a wheel ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wheel(tmp_path, monkeypatch) -> Path:
+    """The folder of libraries in a wheel of every platform, on a machine that can compile nothing."""
+    for level in build.LEVELS:
+        (tmp_path / f"{level}-{build.hash_of(level)}.so").write_text(level)
+    monkeypatch.setattr(build, "PREBUILT", tmp_path)
+    monkeypatch.setenv("DRAFTWING_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", "false")
+    monkeypatch.delenv("DRAFTWING_KERNEL_ARCH", raising=False)
+    return tmp_path
+
+
+AVX2 = "x86_64flags\t\t: fpu sse2 avx2 fma f16c bmi1 bmi2 abm movbe"
+AVX512 = f"{AVX2} avx512f avx512dq avx512cd avx512bw avx512vl"
+ARM = "aarch64Features\t: fp asimd atomics asimdrdm asimddp"
+
+
+@pytest.mark.parametrize(
+    ("processor", "arch", "level"),
+    [
+        (AVX2, "", "x86-64-v3"),
+        (f"{AVX2} avx_vnni", "", "x86-64-v3+avxvnni"),
+        (AVX512, "", "x86-64-v3"),
+        (f"{AVX512} avx512_vnni avx_vnni", "", "x86-64-v4+avx512vnni+amx"),
+        (f"{AVX512} avx512_vnni", "x86-64-v3", "x86-64-v3"),
+        (ARM, "", "armv8.2-a+dotprod"),
+        (f"{ARM} i8mm", "", "armv8.2-a+dotprod+i8mm"),
+        ("arm64 Apple M2 Pro", "", "apple-m1"),
+        (AVX2.replace("avx2", "avx"), "", None),
+        (AVX2, "x86-64-v3+avxvnni", None),
+        (AVX2, "native", None),
+    ],
+)
+def test_the_best_library_of_a_wheel_that_the_processor_supports_is_used(processor, arch, level, wheel, monkeypatch):
+    monkeypatch.setattr(build, "_cpu", lambda: processor)
+    monkeypatch.setenv("DRAFTWING_KERNEL_ARCH", arch)
+    if level is None:
+        with pytest.raises(KernelProblem, match="could not compile"):
+            with_library(read)
+    else:
+        assert with_library(read) == (level.encode(), "")
+        assert not (wheel / "cache").exists()
+
+
+def test_damaged_libraries_of_a_wheel_and_those_that_fail_their_test_are_passed_over(wheel, monkeypatch):
+    monkeypatch.setattr(build, "_cpu", lambda: f"{AVX512} avx512_vnni avx_vnni")
+    next(wheel.glob("*amx*")).write_text("")
+
+    def load(path, name):
+        if "avxvnni" in name:
+            raise KernelProblem("it is wrong")
+        return read(path, name)
+
+    assert with_library(load)[0] == b"x86-64-v3"
+
+
 # --- proven before it runs -------------------------------------------------------------------------------------------
 
 

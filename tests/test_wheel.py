@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import runpy
+import subprocess
+import sys
+import zipfile
 import zlib
 from pathlib import Path
 
 import pytest
+
+from draftwing.cpu import build
+from draftwing.cpu.library import get_kernel
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "draftwing"
@@ -42,3 +51,41 @@ def _deflated(file: Path) -> int:
         while block := stream.read(1 << 20):
             size += len(packer.compress(block))
     return size + len(packer.flush())
+
+
+# --- with compiled kernels -------------------------------------------------------------------------------------------
+
+
+def test_every_library_that_is_looked_for_is_in_one_wheel():
+    pytest.importorskip("hatchling", reason="hatchling is not installed: pip install hatchling")
+    platforms = runpy.run_path(str(ROOT / "tools" / "wheel_hook.py"))["PLATFORMS"]
+    assert sorted(level for _, levels in platforms.values() for level in levels) == sorted(build.LEVELS)
+    assert all(f" {tag}" in (ROOT / "Makefile").read_text() for tag in platforms)
+
+
+USE = """
+import draftwing as dw
+from draftwing.cpu.library import get_kernel
+answer, = dw.load("toy").generate("Why is the sky blue?", max_tokens=24, temperature=0.7, seed=5)
+print(get_kernel().name, answer.text)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="a library for x86-64")
+def test_a_wheel_needs_no_compiler(tmp_path):
+    for package in ("hatchling", "ziglang"):
+        pytest.importorskip(package, reason=f"{package} is not installed: pip install {package}")
+    names = {"DRAFTWING_WHEEL": "manylinux_2_28_x86_64", "DRAFTWING_KERNEL_ARCH": "x86-64-v3"}
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, **names}, check=True)
+    (wheel,) = tmp_path.glob("draftwing-*-py3-none-manylinux_2_28_x86_64.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    bare = {"PATH": "", "PYTHONPATH": str(tmp_path / "site"), "DRAFTWING_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-c", USE], env=bare, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("x86-64-v3-")
+    assert not (tmp_path / "cache").exists()
+    if get_kernel() is not None:  # compiled here
+        here = subprocess.run([sys.executable, "-c", USE], capture_output=True, text=True)
+        assert here.stdout.partition(" ")[2] == done.stdout.partition(" ")[2]

@@ -1,10 +1,12 @@
-"""Compile the CPU kernel's C++ at first use, keep the library, and test it before it is used.
+"""Find the CPU kernel in the wheel, or compile its C++ at first use and keep the library; test it before it is used.
 
-The compiler is ``$CXX`` with any flags, ``c++``, ``g++``, ``clang++``, or that of the package ``ziglang`` from PyPI.
-``DRAFTWING_KERNEL_ARCH``, such as ``x86-64-v3`` (AVX2) or ``armv8.2-a+dotprod``, replaces the ``native`` of
-``-march=native``; on ARM that is ``-mcpu=native``, since not all compilers accept the other there.
+Wheels for a platform hold a library for each of some levels of instructions (``tools/wheel_hook.py``). The best that
+this processor supports is used. Without one the compiler is ``$CXX`` with any flags, ``c++``, ``g++`` or ``clang++``.
+``DRAFTWING_KERNEL_ARCH``, such as ``x86-64-v3`` (AVX2) or ``armv8.2-a+dotprod``, names a library of the wheel, or else
+replaces the ``native`` of ``-march=native``; on ARM that is ``-mcpu=native``, since not all compilers accept the other
+there.
 
-The file name of a library contains hashes of its sources, flags, processor, compiler and bytes, so that
+The file name of a compiled library contains hashes of its sources, flags, processor, compiler and bytes, so that
 a damaged or outdated file is recognised before it is loaded. ``load`` tests it afterwards; if that fails it is compiled
 again, once. Libraries are kept in a folder that no other user may write to (``storage``). Without such a folder the
 library is compiled for this process alone.
@@ -15,7 +17,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import hashlib
-import importlib.util
 import os
 import platform
 import re
@@ -37,6 +38,19 @@ T = TypeVar("T")
 SOURCES = Path(__file__).with_name("native")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-fno-strict-aliasing")
 _TIMEOUT = 300  # seconds
+
+# The libraries of wheels, the best first, and words of `_cpu` without which one is not even loaded: all of its
+# code may use the instructions.
+PREBUILT = Path(__file__).with_name("prebuilt")
+_V3 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"}
+LEVELS = {
+    "x86-64-v4+avx512vnni+amx": _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"},
+    "x86-64-v3+avxvnni": _V3 | {"avx_vnni"},
+    "x86-64-v3": _V3,
+    "armv8.2-a+dotprod+i8mm": {"atomics", "asimdrdm", "asimddp", "i8mm"},
+    "armv8.2-a+dotprod": {"atomics", "asimdrdm", "asimddp"},
+    "apple-m1": {"Apple"},
+}
 
 # These flags let a compiler change sums and quotients, or ignore NaN. The sources reject them by the compiler's macros
 # too; here the error message can name the flag.
@@ -77,8 +91,8 @@ class _Recipe:
             raise KernelProblem(f"CXX holds {unsafe[0]}, which changes the kernel's numbers: take it out")
         option = "-mcpu" if arch == "native" and platform.machine() in ("aarch64", "arm64") else "-march"
         sources = b"".join(file.read_bytes() for file in sorted(SOURCES.iterdir()))
-        code = _hash(sources, *FLAGS, f"{option}={arch}", _cpu())
-        return cls(compiler, f"{option}={arch}", code, _hash(*_stamp(compiler)) if compiler else "")
+        code = hash_of(sources, *FLAGS, f"{option}={arch}", _cpu())
+        return cls(compiler, f"{option}={arch}", code, hash_of(*_stamp(compiler)) if compiler else "")
 
     @property
     def prefix(self) -> str:
@@ -96,6 +110,9 @@ def with_library(load: Callable[[str, str], T]) -> tuple[T, str]:
     Raises:
         KernelProblem: no library can be loaded or compiled.
     """
+    for file in _prebuilt():
+        with suppress(KernelProblem):
+            return load(str(file), file.stem), ""
     builder = _Builder(_Recipe.here())
     try:
         with private_folder() as folder:
@@ -107,6 +124,17 @@ def with_library(load: Callable[[str, str], T]) -> tuple[T, str]:
             return builder.serve(folder, load), reason
     except OSError as error:
         raise KernelProblem(f"the CPU kernel can be kept nowhere: {reason}; {_describe(error)}") from None
+
+
+def _prebuilt() -> list[Path]:
+    """The intact libraries of this wheel that run here, the best first, or the one that DRAFTWING_KERNEL_ARCH names.
+
+    Their folder is not checked for other users: they could as well write to this file, next to it.
+    """
+    arch, found = os.environ.get("DRAFTWING_KERNEL_ARCH"), set(_cpu().split())
+    names = [name for name, needed in LEVELS.items() if needed <= found and arch in (None, "", name)]
+    files = [file for name in names for file in PREBUILT.glob(f"{name}-*.so")]
+    return [file for file in files if file.stem.endswith(f"-{hash_of(file.read_bytes())}")]
 
 
 class _Builder:
@@ -139,7 +167,7 @@ class _Builder:
             if not name.startswith(self._recipe.prefix):
                 continue
             with suppress(OSError):
-                if name.endswith(f"-{_hash(folder.read(name))}.so"):
+                if name.endswith(f"-{hash_of(folder.read(name))}.so"):
                     return name
             folder.remove(name)
         return None
@@ -147,7 +175,7 @@ class _Builder:
     def _build(self, folder: Folder) -> str:
         if self._compiled is None:
             self._compiled = _compile(self._recipe, folder)
-        name = f"{self._recipe.prefix}{_hash(self._compiled)}.so"
+        name = f"{self._recipe.prefix}{hash_of(self._compiled)}.so"
         folder.write(name, self._compiled)
         return name
 
@@ -159,7 +187,7 @@ def _load_from(folder: Folder, name: str, load: Callable[[str, str], T]) -> T:
 def _compile(recipe: _Recipe, folder: Folder) -> bytes:
     """Compile in a temporary folder; returns the library's bytes."""
     if recipe.compiler is None:
-        raise KernelProblem("no C++ compiler was found: install g++ or clang++, or `pip install ziglang`, or set CXX")
+        raise KernelProblem("no C++ compiler was found: install g++ or clang++, or set CXX")
     try:
         workdir = tempfile.TemporaryDirectory(prefix="draftwing-")
     except OSError:  # a full disk, which tempfile reports as a missing folder
@@ -200,18 +228,13 @@ def find_compiler() -> tuple[str, ...] | None:
     for words in (configured, ["c++"], ["g++"], ["clang++"]):
         if words and shutil.which(words[0]):
             return tuple(words)
-    if importlib.util.find_spec("ziglang") is not None:
-        return (sys.executable, "-m", "ziglang", "c++")
     return None
 
 
 def _stamp(compiler: tuple[str, ...]) -> list[str]:
     """The command, and size and date of its files: running ``--version`` would take too long."""
     stamp = list(compiler)
-    paths = [shutil.which(word) for word in compiler]
-    if "ziglang" in compiler and (spec := importlib.util.find_spec("ziglang")):
-        paths.append(spec.origin)
-    for path in filter(None, paths):
+    for path in filter(None, map(shutil.which, compiler)):
         with suppress(OSError):
             real = os.path.realpath(path)
             state = os.stat(real)
@@ -238,7 +261,7 @@ def _sysctl(name: str) -> str:
     return text.value.decode(errors="replace")
 
 
-def _hash(*parts: str | bytes) -> str:
+def hash_of(*parts: str | bytes) -> str:
     digest = hashlib.sha256()
     for part in parts:
         data = part if isinstance(part, bytes) else part.encode()
