@@ -31,10 +31,7 @@ class PlannerConfig:
     )
     learn_every: int = 8  # drafted steps between updates of the growth rule, each of which takes 0.2 ms
     tree: Budget = TREE  # largest tree: one node less than the largest measured forward
-    # Variance of a drafted step's duration (.1 baseline steps, squared) relative to those of typical costs: a tree of
-    # any size may take .05 more, and larger ones twice as much, as with 4-bit weights.
-    start_prior: float = 4.0
-    scale_prior: float = 0.01
+    scale_prior: float = 0.01  # weight of typical costs' slopes, in squared baseline steps: 4 bits double or halve them
     max_surprise: float = 1.3  # cap of a drafted step's time, in predicted ones, where a few steps change predictions
 
     # Measurements

@@ -177,7 +177,7 @@ class Correction:
         keep, error = CONFIG.decay, observed - predicted
         self._n, self._x, self._xx = keep * self._n + 1, keep * self._x + predicted, keep * self._xx + predicted**2
         self._r, self._xr = keep * self._r + error, keep * self._xr + predicted * error
-        n, xx = self._n + CONFIG.start_prior, self._xx + CONFIG.scale_prior
+        n, xx = self._n + CONFIG.prior_weight, self._xx + CONFIG.scale_prior
         divisor = n * xx - self._x**2
         self._start = (xx * self._r - self._x * self._xr) / divisor
         self._scale = max(1 + (n * self._xr - self._x * self._r) / divisor, 0.0)
