@@ -154,15 +154,15 @@ class LM:
         """Return the budget as text: ``auto``, ``chain:5``, ``dynamic:60,8,10`` or ``static of N nodes``."""
         return "none" if not self.drafter.drafts else "auto" if self.budget is None else str(self.budget)
 
-    def costs(self, *, again: bool = False) -> Costs:
-        """Return the costs of a step on this machine, measured in four seconds; ``again`` measures again.
+    def costs(self) -> Costs:
+        """Return the costs of a step on this machine, which the first call measures in four seconds.
 
         Only forecasts need them: an automatic budget learns costs while it decodes.
 
         Raises:
             ConfigError: the target's context is too short to measure.
         """
-        if self._costs is None or again:
+        if self._costs is None:
             self._costs = measure(self.target, self.new_drafter, loop_of(self.target))
         return self._costs
 
