@@ -187,7 +187,9 @@ def _load_from(folder: Folder, name: str, load: Callable[[str, str], T]) -> T:
 def _compile(recipe: _Recipe, folder: Folder) -> bytes:
     """Compile in a temporary folder; returns the library's bytes."""
     if recipe.compiler is None:
-        raise KernelProblem("no C++ compiler was found: install g++ or clang++, or set CXX")
+        raise KernelProblem(
+            "no C++ compiler was found: install g++ or clang++, set CXX, or install a wheel made by `make wheels`"
+        )
     try:
         workdir = tempfile.TemporaryDirectory(prefix="draftwing-")
     except OSError:  # a full disk, which tempfile reports as a missing folder
