@@ -341,7 +341,7 @@ def test_a_level_is_worth_what_the_next_one_accepts():
     planner.budget(ctx, "keyed")
     rule = planner.rule(1)
     assert rule.gains[0] < 0.2 * rule.worth
-    assert rule.gains[1] > 0.3 * rule.worth  # of a third level nothing is known
+    assert rule.gains[1] > 0.3 * rule.worth  # no third level was observed
 
 
 def test_tokens_that_come_faster_are_worth_less():

@@ -174,7 +174,7 @@ def test_exactly_what_the_assistant_writes_counts(template, messages, expected, 
 
 @pytest.mark.parametrize(("template", "expected"), [(None, ANSWERS[:1]), (CHATML, ENDED[:1]), (HOPELESS, [])])
 def test_earlier_answers_in_a_prompt_count_too(template, expected, tokenizer_with):
-    """Of the ids that the model was asked with, which end where its next answer begins."""
+    """Each prompt ends where the next answer begins."""
     tokenizer, messages = tokenizer_with(template), TWO_TURNS[:4]
     if template is None:
         ids = tokenizer.encode("".join(message["content"] + JOIN for message in messages))

@@ -174,7 +174,7 @@ def test_tokens_are_followed_as_far_as_they_were_proposed(one, tokens):
 
 
 def test_the_first_of_equal_siblings_is_followed():
-    """What hangs below the second alone is not found."""
+    """Children of the second sibling are not followed."""
     twice = ListTree([ROOT, 1, 1, 2, 3], [-1, 0, 0, 1, 2], [1.0] * 5)
     assert follow(twice, [1, 2]) == [0, 1, 3]
     assert follow(twice, [1, 3]) == [0, 1]

@@ -1,4 +1,4 @@
-"""What is measured, by a clock that a script drives."""
+"""Measured costs are those of a scripted clock."""
 
 from __future__ import annotations
 

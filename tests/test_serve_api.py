@@ -323,7 +323,7 @@ def test_a_stream_says_the_role_the_text_the_end_and_the_usage(lm):
 
 
 def test_traces_of_a_stream_are_those_of_its_own_texts(lm):
-    """Each chunk with a trace has a step of its own sequence, not of the one that shares the step."""
+    """A chunk's trace belongs to its own sequence, although both sequences share each step."""
     fields = {"prompt": TEXTS[:2], "max_tokens": 12, "temperature": 0, "stream": True}
     body = {"speculation": {"trace": True}, "ignore_eos": True}
     chunks = ask(app_of(lm), lambda client: make(client.completions, **fields, extra_body=body))

@@ -111,7 +111,7 @@ def test_guesses_save_passes(temperature, is_right, target, model, monkeypatch):
     [(StagedDrafter, Budget(5, 3, 15)), (StagedDrafter, Budget(5)), (CausalLMDrafter, Budget(5))],
 )
 def test_a_model_is_always_right_for_itself(temperature, drafter, budget, target):
-    """What it read of a draft that was kept need not be read again; the last token of a draft was never read."""
+    """Accepted draft tokens are not read again, except for the last one, which was not read before."""
     decoder = Decoder(target, drafter(target, VOCAB), budget=budget)
     decoder.admit(PROMPTS[0], Sampling(max_tokens=30, ignore_eos=True, seed=1, temperature=temperature))
     kept = [decoder.step().rows[0].num_accepted for _ in range(5)]

@@ -282,7 +282,7 @@ def test_the_drafter_looks_at_what_snapkv_chooses(per_head, runs, folder_of):
     refreshed = slots.view(both.target, ctx)
     assert refreshed.counts == [20, 20]
     assert not torch.equal(refreshed.slots[0, :, :, :14], before)
-    ctx.rows[0].length = 19  # what was chosen for a longer text holds no more
+    ctx.rows[0].length = 19  # slots chosen for a longer text are no longer valid
     whole = slots.view(both.target, ctx)
     assert whole.counts == [19, 20]
     assert torch.equal(whole.slots[0, ..., :19], torch.arange(19).expand_as(whole.slots[0, ..., :19]))

@@ -138,13 +138,6 @@ class Costs:
         (first, low), (last, high) = knots[0], knots[-1]
         return max(high - low, 0.0) / (last - first)
 
-    def describe(self) -> str:
-        """Return the main costs as text."""
-        parts = [f"a forward {self.verify(1) * 1e3:.1f} ms, of 16 nodes {self.verify(16) * 1e3:.1f} ms"]
-        if self.chain.knots:
-            parts.append(f"a draft of 4 tokens {self.chain(4) * 1e3:.1f} ms")
-        return ", ".join(parts)
-
     def to_dict(self) -> dict[str, Any]:
         """Return the costs as JSON values."""
         return asdict(self)

@@ -33,8 +33,8 @@ class MethodResult:
     tau: float  # tokens per target forward over all prompts, including the bonus token
     efficiency: float  # speedup / tau
     alpha: list[float]  # acceptance by depth
-    # what the rule preserves at this temperature: ``text`` (equal to the baseline's), ``law`` (other texts with the
-    # same distribution) or ``nothing``
+    # ``text`` if the rule keeps the baseline's text at this temperature, ``law`` if only its distribution, ``nothing``
+    # otherwise
     promise: str
     num_identical: int  # prompts whose token ids equal the baseline's in every round
     num_prompts: int

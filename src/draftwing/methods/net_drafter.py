@@ -109,7 +109,7 @@ class PendingFeatures:
 
 
 class EagleDrafter(NetDrafter):
-    """Drafts with ``net`` for ``target``; ``identity`` distinguishes the head from others in cached measurements."""
+    """Drafts with ``net`` for ``target``; ``identity`` distinguishes the head from others of the same name."""
 
     grows_by_rule = resumes = True
 
@@ -123,7 +123,6 @@ class EagleDrafter(NetDrafter):
             )
         self.name = net.kind + (f" ({name})" if name else "")
         self.features = FeatureSpec(config.taps)
-        # The time of a draft depends on the network's shape and on the layout of its matrices.
         matrices = [part for part in net.modules() if isinstance(part, Linear)]
         num_bytes = sum(matrix.num_bytes for matrix in matrices)
         self.identity = f"{identity} {config} {net.dtype} {num_bytes}"
