@@ -101,6 +101,21 @@ def test_the_version_is_one():
     assert f'version = "{draftwing.__version__}"' in (ROOT / "pyproject.toml").read_text()
 
 
+def test_extras_that_are_named_exist():
+    """Messages are read where Draftwing is installed, docs where it is not: nothing is published."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    found = {
+        (path, package, extra)
+        for path in [*pages, *SOURCE.rglob("*.py")]
+        for package, names in re.findall(r"(draftwing|\.(?:whl)?)\[([a-z,]+)\]'", path.read_text())
+        for extra in names.split(",")
+    }
+    assert {extra for _, _, extra in found} >= {"train", "serve", "grammar", "lab", "all"}
+    assert not [each for each in found if each[2] not in extras]
+    assert not [path for path, package, _ in found if path in pages and package == "draftwing"]
+
+
 def test_scripts_import_nothing_that_is_not_there():
     missing = []
     for path in sorted(each for room in ("benchmarks", "recipes", "tools") for each in (ROOT / room).rglob("*.py")):
