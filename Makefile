@@ -64,7 +64,8 @@ format: $(READY)  ## Format, and fix what ruff can.
 # Without a platform: the kernel is compiled on first use.
 WHEELS := "" manylinux_2_28_x86_64 manylinux_2_28_aarch64 macosx_12_0_arm64
 
-wheels: $(READY)  ## Build wheels in dist/, with compiled kernels; some minutes.
+wheels: $(READY)  ## Build wheels with compiled kernels, and the source distribution, in dist/; some minutes.
+	$(BIN)/python -m hatchling build -t sdist -d dist
 	set -e; for platform in $(WHEELS); do DRAFTWING_WHEEL=$$platform $(BIN)/python -m pip wheel --no-deps --wheel-dir dist .; done
 
 clean:  ## Remove the environment and caches; trained runs in build/ stay.
