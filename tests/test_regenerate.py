@@ -6,9 +6,11 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from typer.testing import CliRunner
 
 import draftwing as dw
 from conftest import TEXTS, add_tokenizer, refused
+from draftwing.cli import main as cli
 from draftwing.errors import ConfigError, DataError
 from draftwing.sampling import Sampling
 from draftwing.train.answer_local import LMAnswerer
@@ -519,6 +521,24 @@ def test_several_servers_share_the_work(server, tmp_path):
     assert together == alone
     with refused(ConfigError, "expected the URL of a server", "found none"):
         ServerAnswerer([], "tiny", SAMPLED)
+
+
+def test_the_command_reports_what_ctrl_c_left(folder_of, dialogues, tmp_path, monkeypatch):
+    answer = LMAnswerer.answer
+    folder = shutil.copytree(folder_of("llama", vocab_size=300, head_dim=32), tmp_path / "model")
+    add_tokenizer(folder, chat_template=TEMPLATE)
+
+    def stop(self, tasks):
+        yield next(answer(self, tasks))
+        raise KeyboardInterrupt
+
+    args = ["data", "regenerate", "-t", folder, "--data", dialogues, "-o", tmp_path / "out", "-n", 4]
+    monkeypatch.setattr(LMAnswerer, "answer", stop)
+    stopped = CliRunner().invoke(cli.app, list(map(str, args)))
+    assert stopped.exit_code == 130
+    assert "stopped: 1 of 3 are done: run the same command again to continue" in stopped.stderr
+    monkeypatch.undo()
+    assert "wrote 2 records" in CliRunner().invoke(cli.app, list(map(str, args))).stderr
 
 
 def test_ctrl_c_does_not_wait_for_the_server(server, dialogues, tmp_path):
