@@ -521,8 +521,6 @@ def commands(app=cli.app, path=()):
     for command in app.registered_commands:
         yield (*path, command.name or command.callback.__name__)
     for group in app.registered_groups:
-        if group.typer_instance.registered_callback and group.name == "models":
-            yield (*path, group.name)
         yield from commands(group.typer_instance, (*path, group.name))
 
 
@@ -552,7 +550,7 @@ def shell(command, *args):
 
 
 def test_arguments_that_are_not_utf_8():
-    done = shell('draftwing models fetch "$1"', b"caf\xe9")
+    done = shell('draftwing pull "$1"', b"caf\xe9")
     assert done.returncode == 2
     assert done.stderr.startswith(b"error: caf")
     assert done.stderr.count(b"\n") == 1
@@ -568,7 +566,7 @@ def check_stdout_that_takes_nothing(command, way, *args):
 
 @pytest.mark.parametrize("way", ["| true", ">&-", "> /dev/full", "2>&-"])
 def test_a_stdout_that_takes_nothing(way):
-    check_stdout_that_takes_nothing("draftwing models", way)
+    check_stdout_that_takes_nothing("draftwing list", way)
 
 
 def test_a_full_disk_under_a_text(target):
