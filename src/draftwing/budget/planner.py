@@ -54,8 +54,10 @@ class Arm:
     def __init__(self) -> None:
         self.plays, self.last_step = 0, 0
         self.weight = self.seconds = self.tokens = 0.0
-        # Tokens as emitted and as predicted, over more steps than ``tokens``.
+        # Tokens as emitted and as predicted, over more steps than ``tokens``, and their ratio: grown trees predict better
+        # than chains, which ask the drafter.
         self._emitted = self._predicted = CONFIG.prior_weight
+        self.bias = 1.0
 
     def add(self, seconds: float, tokens: float, predicted: float, step: int) -> None:
         """Count a step: its duration, emitted tokens and predicted ones."""
@@ -66,6 +68,7 @@ class Arm:
         self.tokens = keep * self.tokens + predicted
         keep = CONFIG.acceptance_decay
         self._emitted, self._predicted = keep * self._emitted + tokens, keep * self._predicted + predicted
+        self.bias = self._emitted / self._predicted
         self.plays, self.last_step = self.plays + 1, step
 
     def fade(self) -> None:
@@ -73,11 +76,6 @@ class Arm:
         if self.weight > CONFIG.prior_weight:
             keep = CONFIG.prior_weight / self.weight
             self.weight, self.seconds, self.tokens = keep * self.weight, keep * self.seconds, keep * self.tokens
-
-    @property
-    def bias(self) -> float:
-        """Emitted tokens for each predicted one: a grown tree predicts better than a chain, which asks the drafter."""
-        return self._emitted / self._predicted
 
     @property
     def speed(self) -> float:
