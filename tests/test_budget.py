@@ -200,10 +200,14 @@ def test_an_interrupted_step_does_not_change_the_choice():
 
 def test_a_change_of_arms_must_be_worth_more_than_noise_unless_drafts_have_become_a_loss():
     little = 1 + (CONFIG.min_gain - 1) / 2
-    arms = Arms([1.0, 0.3, 0.3, 0.93])
+    arms = Arms([1.0, 0.3, 0.3, 0.93], replace(INT8, chain=Curve(((1, 0.5), (8, 4.0)))))
     assert arms.play(2000)[1000:].count(0) > 950
-    arms.speeds[3] = little
-    assert arms.play(2000)[1000:].count(0) > 950
+    arms.speeds[3], played = little, []
+    for _ in range(30):
+        arms.new_request()
+        played += arms.play(100)
+    assert played.count(0) > 0.9 * len(played)
+    assert played.count(3) > 30  # they are tried in every request
     arms.speeds[3] = CONFIG.min_gain + 0.06
     assert arms.play(1500)[1000:].count(3) > 450
     arms.speeds[3] = little
@@ -229,7 +233,7 @@ def test_drafts_that_follow_a_step_without_a_match_count():
             planner.observe(tree, taken(tree, [0, 1]), 2, 1.1, 0.0)
         else:
             root = DraftTree.root(torch.zeros(1, dtype=torch.int64))
-            planner.observe(root, taken(root, [0]), 1, 1.0, 0.0)
+            planner.observe(root, taken(root, [0]), 1, 1.05 if budget.depth else 1.0, 0.0)
     assert drafts > 250
 
 
