@@ -54,8 +54,8 @@ class Arm:
     def __init__(self) -> None:
         self.plays, self.last_step = 0, 0
         self.weight = self.seconds = self.tokens = 0.0
-        # Tokens as emitted and as predicted, over more steps than ``tokens``, and their ratio: grown trees predict better
-        # than chains, which ask the drafter.
+        # Tokens as emitted and as predicted, over more steps than ``tokens``, and their ratio: a grown tree predicts
+        # better than a chain, which asks the drafter.
         self._emitted = self._predicted = CONFIG.prior_weight
         self.bias = 1.0
 
