@@ -1,9 +1,7 @@
 """What the README and the pages behind it show runs, its commands exist, and links lead somewhere."""
 
-import json
 import re
 import shlex
-import shutil
 from functools import cache
 from pathlib import Path
 
@@ -39,13 +37,9 @@ needs_models = pytest.mark.skipif(not (TOY / "target").exists(), reason="the shi
 
 
 @pytest.fixture
-def chat_model(tmp_path, monkeypatch):
-    """The default model without a download: the toy, with a chat template."""
-    folder = shutil.copytree(TOY / "target", tmp_path / "chat")
-    config = folder / "tokenizer_config.json"
-    template = "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": template}))
-    monkeypatch.setenv("DRAFTWING_MODEL", str(folder))
+def chat_model(chat_toy, monkeypatch):
+    """The default model without a download."""
+    monkeypatch.setenv("DRAFTWING_MODEL", str(chat_toy / "toy" / "target"))
 
 
 @needs_models
