@@ -13,19 +13,19 @@ from draftwing.train.options import TrainOptions
 from draftwing.train.session import RunFiles, prepare
 
 data = sys.argv[1] if len(sys.argv) > 1 else Path(json.__file__).parent
-options = TrainOptions("eagle1", iterations=40, tokens_per_batch=512, max_length=128, eval_every=20, precision="no")
+sizes = {"iterations": 40, "tokens_per_batch": 512, "max_length": 128}
+options = TrainOptions("eagle1", **sizes, eval_every=20, eval_prompts=2, precision="no")
 prompts = ["def area(", "class Stack:\n", "import os\n"]
 
 with tempfile.TemporaryDirectory() as folder:
     session = prepare(RunFiles("toy", [data]), options, Path(folder), dtype="float32", device="cpu")
     print(session.describe())
-    before = dw.load("toy", draft="lookup", budget=dw.Budget(4)).generate(prompts, max_tokens=48)
     session.run()
     for line in (Path(folder) / "metrics.jsonl").read_text().splitlines():
         metrics = json.loads(line)
         if "val_loss" in metrics:
             print(f"update {metrics['iteration']}: held-out loss {metrics['val_loss']:.2f}, tau {metrics['tau']:.2f}")
-    after = dw.load("toy", draft=Path(folder) / "head", budget=dw.Budget(4)).generate(prompts, max_tokens=48)
-
-for name, answers in (("lookup", before), ("the new head", after)):
-    print(f"{name}: tau {dw.Stats.sum(answer.stats for answer in answers).tau:.2f}")
+    drafts = {"the new head": Path(folder) / "head", "the head that ships, trained for longer": "eagle1"}
+    for name, draft in drafts.items():
+        answers = dw.load("toy", draft, budget=dw.Budget(4)).generate(prompts, max_tokens=48)
+        print(f"{name}: tau {dw.Stats.sum(answer.stats for answer in answers).tau:.2f}")

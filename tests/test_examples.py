@@ -1,5 +1,6 @@
-"""The scripts in ``examples`` run with the toy, and print what they are about."""
+"""The scripts and notebooks in ``examples`` run with the toy, and print what they are about."""
 
+import json
 import re
 import runpy
 import socket
@@ -9,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from conftest import PROCESS_SECONDS
 from draftwing.methods.registry import METHODS
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+NOTEBOOKS = sorted(path.name for path in EXAMPLES.glob("*.ipynb"))
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
 
 
@@ -71,7 +74,8 @@ def check_stream(text):
 def check_train_head(text):
     losses = [float(loss) for loss in re.findall(r"held-out loss (\d+\.\d+)", text)]
     assert losses[-1] < losses[0]
-    assert tau(text.splitlines()[-1])[0] > 1.0
+    new, shipped = tau(text)[-2:]
+    assert 1.0 < new < shipped
 
 
 def check_verify(text):
@@ -79,28 +83,62 @@ def check_verify(text):
     assert text.count("identical") == 4
 
 
-def test_there_are_ten_short_scripts():
-    assert len(SCRIPTS) == 10
+def test_there_are_ten_short_scripts_and_two_notebooks():
+    assert (len(SCRIPTS), len(NOTEBOOKS)) == (10, 2)
     listed = (EXAMPLES / "README.md").read_text()
-    for name in SCRIPTS:
-        assert len((EXAMPLES / name).read_text().splitlines()) <= 40
-        assert f"({name})" in listed
+    assert all(f"({name})" in listed for name in SCRIPTS + NOTEBOOKS)
+    assert all(len((EXAMPLES / name).read_text().splitlines()) <= 40 for name in SCRIPTS)
+
+
+@pytest.fixture
+def chat_model(chat_toy, monkeypatch):
+    """The default model in this process, with its heads, and in others, where it is a folder like any."""
+    monkeypatch.setattr("draftwing.shipped.SHIPPED", chat_toy)
+    return str(chat_toy / "toy" / "target")
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_scripts_run(name, chat_toy, monkeypatch, capsys):
+def test_scripts_run(name, chat_model, monkeypatch, capsys):
     if name == "openai_client.py":  # it starts a process
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
-        monkeypatch.setenv("DRAFTWING_MODEL", str(chat_toy / "toy" / "target"))
-        text = subprocess.run(
-            [sys.executable, EXAMPLES / name, port], capture_output=True, text=True, check=True, timeout=900
-        ).stdout
+        monkeypatch.setenv("DRAFTWING_MODEL", chat_model)
+        command = [sys.executable, EXAMPLES / name, port]
+        text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PROCESS_SECONDS).stdout
     else:
-        monkeypatch.setattr("draftwing.shipped.SHIPPED", chat_toy)
         monkeypatch.setattr("draftwing.methods.registry.METHODS", dict(METHODS))
         monkeypatch.setattr(sys, "argv", [name])
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         text = capsys.readouterr().out
     globals()[f"check_{name.removesuffix('.py')}"](text)
+
+
+def check_coloured_chat(text):
+    assert {"\x1b[37m", "\x1b[32m"} <= set(re.findall(r"\x1b\[3\dm", text))
+    assert text.count("\n* ") == text.count("bonus: ") == 4
+    plain, drafted = map(int, re.search(r"(\d+) forwards without drafts, (\d+) with them", text).groups())
+    assert drafted < plain == 96
+
+
+def check_train_in_15_minutes(text):
+    assert "user: " in text
+    assert "assistant: " in text
+    losses = [float(loss) for loss in re.findall(r"^update \d+: held-out loss (\d+\.\d+)", text, re.M)]
+    assert losses[-1] < losses[0]
+    assert re.search(r"^ *run/head.*10/10", text, re.M)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_notebooks_run(name, chat_model, monkeypatch, tmp_path, capsys):
+    if name.startswith("train"):  # it starts processes
+        monkeypatch.setenv("DRAFTWING_MODEL", chat_model)
+    monkeypatch.setenv("MINUTES", "0.2")
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "notebook"}
+    for cell in json.loads((EXAMPLES / name).read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"]
+            exec(compile("".join(cell["source"]), name, "exec"), names)
+    globals()[f"check_{name.removesuffix('.ipynb')}"](capsys.readouterr().out)
