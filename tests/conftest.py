@@ -34,6 +34,7 @@ import typer.testing
 from draftwing.budget import measure
 from draftwing.cpu.library import get_kernel
 from draftwing.errors import DraftwingError
+from draftwing.shipped import SHIPPED
 
 gc.disable()  # until all tests are collected: imported modules stay, and garbage collections would traverse them all
 IS_SHARED = "DRAFTWING_TEST_CACHE" in os.environ  # it belongs to whoever started this process
@@ -161,6 +162,17 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[key]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def chat_toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of ``shipped/`` whose toy has a chat template: a chat model that needs no download."""
+    shipped = tmp_path_factory.mktemp("shipped")
+    shutil.copytree(SHIPPED / "toy", shipped / "toy")
+    config = shipped / "toy" / "target" / "tokenizer_config.json"
+    template = "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": template}))
+    return shipped
 
 
 @pytest.fixture(scope="session")

@@ -90,7 +90,8 @@ def load(
             ``"lookup"`` or ``"none"``; for long texts ``"self-window"`` or ``"self-snapkv"``; several at once as
             ``"eagle3+lookup"``. None takes the head that comes with Draftwing for this target, otherwise ``"lookup"``,
             or ``"none"`` for a target with recurrent layers, which cannot roll back drafted tokens.
-        rule, lossless: see ``Decoder``.
+        rule: see ``Decoder``.
+        lossless: see ``Decoder``.
         budget: how much to draft in every step; None decides step by step.
         draft_options: for the drafter, such as ``{"min_match": 3}``, the shortest repetition that lookup drafts from;
             ``{"draft": "lookup"}``: lookup drafts for the draft model; ``{"budget": 512}``: KV slots that
