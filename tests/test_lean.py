@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from conftest import LEAN, build, float64_norms, refused
+from conftest import FURTHER, LEAN, build, float64_norms, refused
 from draftwing.decode import Decoder
 from draftwing.errors import ConfigError
 from draftwing.models.context import Context, FeatureSpec, TargetOutput
@@ -72,7 +72,7 @@ def check_trees(model, target, prompts):
         assert torch.allclose(second.logits[row], expected, atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("family", LEAN)
+@pytest.mark.parametrize("family", [*LEAN, *FURTHER])
 @pytest.mark.parametrize(
     "prompts", [[[3, 8, 12, 5]], [list(range(3, 23)), [4], [9, 9, 30, 31, 32]]], ids=["one", "ragged"]
 )

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from draftwing.cpu.program import Traced, join
 from draftwing.models import gpu
-from draftwing.models.attention import Attend
+from draftwing.models.attention import PLAIN_HEADS, Attend, HeadTraits
 from draftwing.models.linear import Linear
 
 # The operators without their Python wrappers, which cost more than the work on a handful of rows.
@@ -32,12 +32,20 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 
 def settled(x: Any) -> Any:
     """Compute a traced value now, because several operations read it; tensors are returned unchanged."""
     return x.settled() if isinstance(x, Traced) else x
+
+
+def scaled(x: Any, factor: float) -> Any:
+    """Multiply rows of an embedding (R, H) by a factor."""
+    if factor == 1:
+        return x
+    return x.scaled(factor) if isinstance(x, Traced) else x * factor
 
 
 def concat(parts: Sequence[Any]) -> Any:
@@ -82,7 +90,10 @@ class Taps:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension (1910.07467)."""
+    """x / rms(x) * weight over the last dimension (1910.07467). A weight of another dtype than x is applied first."""
+
+    centers = False  # the mean is not subtracted
+    bias = None
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()
@@ -90,17 +101,51 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self._root, self._floor = math.sqrt(weight.shape[0]), weight.shape[0] * eps
 
-    def forward(self, x: Any) -> Any:
-        """(..., H) -> (..., H). In half precision the norm is taken in float32."""
+    def forward(self, x: Any, channels: Tensor | None = None) -> Any:
+        """(..., H) -> (..., H). In half precision the norm is taken in float32.
+
+        ``channels`` (H,) are the indices of the weights of x's channels; None for their order.
+        """
         if isinstance(x, Traced):
             return x.normed(self)
+        weight = self.weight if channels is None else self.weight[channels]
         if gpu.is_usable(x):
-            return gpu.add_norm(x, None, self.weight, self.eps)[1]
+            return gpu.add_norm(x, None, weight, self.eps)[1]
         # On a CPU ``F.rms_norm`` takes several times as long for a few rows.
         wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
         length: Tensor = _vector_norm(wide, dim=-1, keepdim=True)
         unit = wide * (self._root * torch.rsqrt(length * length + self._floor))
-        return (unit if unit.dtype == x.dtype else unit.to(x.dtype)) * self.weight
+        if weight.dtype != x.dtype:
+            return (unit * weight).to(x.dtype)
+        return (unit if unit.dtype == x.dtype else unit.to(x.dtype)) * weight
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / deviation * weight + bias over the last dimension (1607.06450); the bias may be None."""
+
+    centers = True
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=weight.requires_grad)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=bias.requires_grad)
+        self.eps = eps
+
+    def forward(self, x: Any) -> Any:
+        """(..., H) -> (..., H)."""
+        return (
+            x.normed(self) if isinstance(x, Traced) else F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+        )
+
+
+Norm = RMSNorm | LayerNorm
+
+
+def add_normed(x: Any, y: Any, norm: Norm | None) -> Any:
+    """x + norm(y), of (R, H) each."""
+    if isinstance(x, Traced):
+        return x.plus(y if norm is None else norm.forward(y))
+    return x + (y if norm is None else norm.forward(y))
 
 
 class GatedMLP(nn.Module):
@@ -128,61 +173,130 @@ class GatedMLP(nn.Module):
         return self.down.forward(self.activation(gate) * up, residual)
 
 
-class Experts(nn.Module):
-    """A mixture of experts: softmax router, the top k experts of each row, weighted (Mixtral 2401.04088)."""
+class PlainMLP(nn.Module):
+    """Two matrices with an activation between them."""
 
-    def __init__(self, router: Linear, experts: list[GatedMLP], num_per_token: int, *, normalise: bool) -> None:
+    def __init__(self, up: Linear, down: Linear, activation: str) -> None:
         super().__init__()
-        self.router, self.experts = router, nn.ModuleList(experts)
-        self.num_per_token, self.normalise = num_per_token, normalise
+        self.gate_up, self.down = up, down
+        self.activation, self.activation_name = ACTIVATIONS[activation], activation
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weights that a token reads."""
+        return self.gate_up.num_bytes + self.down.num_bytes
+
+    def forward(self, x: Any, residual: Any = None) -> Any:
+        """(R, H) -> (R, H), plus ``residual`` if given."""
+        if isinstance(x, Traced):
+            return self.down.forward(x.linear(self.gate_up.packed, activation=self.activation_name), residual)
+        return self.down.forward(self.activation(self.gate_up.forward(x)), residual)
+
+
+class SharedExpert(nn.Module):
+    """An expert that every row goes through, weighted by the sigmoid of ``gate`` if there is one (Qwen2-MoE)."""
+
+    def __init__(self, mlp: GatedMLP, gate: Linear | None) -> None:
+        super().__init__()
+        self.mlp, self.gate = mlp, gate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(R, H) -> (R, H)."""
+        out: Tensor = self.mlp.forward(x)
+        return out if self.gate is None else out * self.gate.forward(x).sigmoid()
+
+
+class Experts(nn.Module):
+    """A mixture of experts: softmax router, the top k experts of each row, weighted (Mixtral 2401.04088).
+
+    Args:
+        normalise: the weights of the chosen experts are rescaled to sum to one.
+        chooses_first: the softmax is over the chosen experts alone.
+    """
+
+    def __init__(
+        self,
+        router: Linear,
+        experts: list[GatedMLP],
+        num_per_token: int,
+        *,
+        normalise: bool,
+        chooses_first: bool = False,
+        shared: SharedExpert | None = None,
+    ) -> None:
+        super().__init__()
+        self.router, self.experts, self.shared = router, nn.ModuleList(experts), shared
+        self.num_per_token, self.normalise, self.chooses_first = num_per_token, normalise, chooses_first
 
     @property
     def num_bytes(self) -> int:
         """Bytes of weights that a token reads: the router's and those of its experts."""
         expert = self.experts[0]
         assert isinstance(expert, GatedMLP)
-        return self.router.num_bytes + self.num_per_token * expert.num_bytes
+        shared = 0 if self.shared is None else self.shared.mlp.num_bytes
+        return self.router.num_bytes + self.num_per_token * expert.num_bytes + shared
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """(R, H) -> (R, H), plus ``residual`` if given. The results of the experts are summed in their order."""
-        probs = self.router.forward(x).float().softmax(-1)  # always float32, as in training
-        weights, chosen = probs.topk(self.num_per_token, dim=-1)
-        if self.normalise:
-            weights = weights / weights.sum(-1, keepdim=True)
+        scores = self.router.forward(x)
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))  # in half precision too, as in training
+        if self.chooses_first:
+            scores, chosen = scores.topk(self.num_per_token, dim=-1)
+            weights = scores.softmax(-1)
+        else:
+            weights, chosen = scores.softmax(-1).topk(self.num_per_token, dim=-1)
+            if self.normalise:
+                weights = weights / weights.sum(-1, keepdim=True)
         weights = weights.to(x.dtype)
         out = torch.zeros_like(x)
         for index in sorted(set(chosen.flatten().tolist())):
             rows, places = (chosen == index).nonzero(as_tuple=True)
             out.index_add_(0, rows, self.experts[index](x[rows]) * weights[rows, places, None])
+        if self.shared is not None:
+            out = out + self.shared.forward(x)
         return out if residual is None else residual + out
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP, each added to the residual stream.
+    """Attention and MLP, each added to the residual stream.
 
     Args:
-        input_norm: before attention, or None (EAGLE-1).
+        input_norm: before attention, or None (EAGLE-1; OLMo 2).
         qkv: (H_in, (heads + 2 * KV heads) * width), queries first.
+        post_norm: before the MLP, or None: it reads the stream (OLMo 2), or what attention reads (``is_parallel``).
         heads: number of query heads and of KV heads, and their width.
-        norms: of each head's queries and keys (Qwen3), or None.
+        norms: of queries and keys, or None: of each head (Qwen3), or of all heads together (OLMo 2).
+        out_norms: of what attention and MLP add, or None.
+        traits: differences of the heads from Llama's.
+        is_parallel: attention and MLP read the same norm, and both are added (Cohere).
     """
 
     def __init__(
         self,
-        input_norm: RMSNorm | None,
+        input_norm: Norm | None,
         qkv: Linear,
         out: Linear,
-        post_norm: RMSNorm,
-        mlp: GatedMLP | Experts,
+        post_norm: Norm | None,
+        mlp: GatedMLP | PlainMLP | Experts,
         heads: tuple[int, int, int],
         norms: tuple[RMSNorm, RMSNorm] | None = None,
+        *,
+        out_norms: tuple[Norm | None, Norm | None] = (None, None),
+        traits: HeadTraits = PLAIN_HEADS,
+        is_parallel: bool = False,
     ) -> None:
         super().__init__()
         self.input_norm, self.post_norm = input_norm, post_norm
+        self.out_norm, self.mlp_out_norm = out_norms
         self.qkv, self.out, self.mlp = qkv, out, mlp
-        self.q_norm: RMSNorm | None = norms[0] if norms else None
-        self.k_norm: RMSNorm | None = norms[1] if norms else None
         self.num_heads, self.num_kv_heads, self.head_dim = heads
+        self.traits, self.is_parallel = traits, is_parallel
+        # Norms over all heads are taken before ``attend``, which splits the heads and norms each.
+        over_all = norms is not None and norms[0].weight.shape[0] > self.head_dim
+        self.q_norm: RMSNorm | None = norms[0] if norms and not over_all else None
+        self.k_norm: RMSNorm | None = norms[1] if norms and not over_all else None
+        self.q_norm_all: RMSNorm | None = norms[0] if norms and over_all else None
+        self.k_norm_all: RMSNorm | None = norms[1] if norms and over_all else None
 
     @property
     def num_attention_bytes(self) -> int:
@@ -195,17 +309,40 @@ class DecoderLayer(nn.Module):
 
     def mix(self, normed: Any, x: Any, attend: Attend, layer: int) -> Any:
         """The layer with a given attention input ``normed`` (R, H_in): draft networks read more than the stream x."""
-        mixed = attend(layer, self.qkv.forward(normed), self)
-        if not isinstance(x, Traced) and gpu.is_usable(x):
-            x, normed = gpu.add_norm(x, self.out.forward(mixed), self.post_norm.weight, self.post_norm.eps)
-            return self.mlp.forward(normed, x)
-        return self.add_mlp(self.out.forward(mixed, x))
+        if self.is_parallel:
+            normed = settled(normed)
+            return self.mlp.forward(normed, self._attend(normed, x, attend, layer))
+        norm = self.post_norm if self.out_norm is None and isinstance(self.post_norm, RMSNorm) else None
+        if norm is not None and not isinstance(x, Traced) and gpu.is_usable(x):
+            mixed = self.out.forward(attend(layer, self._project(normed), self))
+            x, normed = gpu.add_norm(x, mixed, norm.weight, norm.eps)
+            return self._add(self.mlp, normed, x, self.mlp_out_norm)
+        return self.add_mlp(self._attend(normed, x, attend, layer))
 
     def add_attention(self, x: Any, attend: Attend, layer: int) -> Any:
         """The attention alone, added to the stream (R, H)."""
         normed = x if self.input_norm is None else self.input_norm.forward(x)
-        return self.out.forward(attend(layer, self.qkv.forward(normed), self), x)
+        return self._attend(normed, x, attend, layer)
 
     def add_mlp(self, x: Any) -> Any:
         """The MLP alone, added to the stream (R, H)."""
-        return self.mlp.forward(self.post_norm.forward(x), x)
+        norm = self.input_norm if self.is_parallel else self.post_norm
+        return self._add(self.mlp, x if norm is None else norm.forward(x), x, self.mlp_out_norm)
+
+    def _attend(self, normed: Any, x: Any, attend: Attend, layer: int) -> Any:
+        return self._add(self.out, attend(layer, self._project(normed), self), x, self.out_norm)
+
+    def _add(self, part: Linear | GatedMLP | PlainMLP | Experts, read: Any, x: Any, norm: Norm | None) -> Any:
+        """x (R, H) plus the normed result of a part."""
+        return part.forward(read, x) if norm is None else add_normed(x, part.forward(read), norm)
+
+    def _project(self, normed: Any) -> Any:
+        """Queries, keys and values (R, (heads + 2 * KV heads) * width) of the attention's input."""
+        qkv = self.qkv.forward(normed)
+        if self.q_norm_all is None or self.k_norm_all is None:
+            return qkv
+        sizes = [self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim]
+        if isinstance(qkv, Traced):
+            return qkv.with_normed(0, self.q_norm_all).with_normed(sizes[0], self.k_norm_all)
+        q, k, v = _split(qkv, (*sizes, sizes[1]), 1)
+        return torch.cat([self.q_norm_all.forward(q), self.k_norm_all.forward(k), v], 1)
