@@ -159,6 +159,40 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmoe": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
     "arcee": ("ArceeConfig", {"head_dim": 8}),
+    "gemma": ("GemmaConfig", {"head_dim": 8}),
+    "gemma2-capped": (
+        "Gemma2Config",
+        {
+            "head_dim": 8,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 10,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "attn_implementation": "eager",  # SDPA caps no scores
+        },
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 8,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 10,
+            "final_logit_softcapping": 3.0,
+            "layer_types": _SLIDES,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "exaone4": ("Exaone4Config", {"sliding_window": 6, "layer_types": _SLIDES}),
+    "glm": ("GlmConfig", {"head_dim": 8}),
+    "glm4": ("Glm4Config", {"head_dim": 8}),
+    "cohere": ("CohereConfig", {"logit_scale": 0.3}),
+    "cohere2": ("Cohere2Config", {"sliding_window": 6, "layer_types": _SLIDES, "logit_scale": 0.3}),
+    "stablelm": ("StableLmConfig", {"use_qkv_bias": True, "partial_rotary_factor": 0.5}),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": 6}),
+    "nemotron": ("NemotronConfig", {"head_dim": 8}),
 }
 
 

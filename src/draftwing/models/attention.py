@@ -24,7 +24,7 @@ from draftwing.tree import DraftTree
 
 # Queries are padded to multiples of this and keys to KEY_BLOCK, so that a row's bits on a CPU do not depend on others.
 QUERY_BLOCK = 8
-_KEYS_AT_ONCE = 256  # of capped scores: few enough that matrix products sum over them in order
+_KEYS_AT_ONCE = 256  # keys per product for capped scores: few enough that it sums over them in order
 
 # Not cuDNN, which plans each new shape for longer than the attention takes.
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -36,7 +36,7 @@ _split = torch.split_with_sizes  # without the Python wrapper, which costs more 
 class HeadTraits:
     """How the heads of a layer differ from Llama's."""
 
-    scale: float | None = None  # of the scores; None for head_dim ** -0.5
+    scale: float | None = None  # factor of the scores; None for head_dim ** -0.5
     cap: float = 0.0  # scores are capped to cap * tanh(score / cap); 0: not
     # the first of the net's rotation factors that the layer uses, and their number; None for all
     rotation: tuple[int, int] | None = None

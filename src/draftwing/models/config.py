@@ -324,9 +324,9 @@ class ModelConfig:
     eos_ids: tuple[int, ...]
     pad_id: int | None
     dtype: str | None  # the checkpoint's, such as "bfloat16"; None if the config does not name it
-    attention_scale: float  # of the scores
+    attention_scale: float  # factor of the scores
     score_cap: float = 0.0  # scores are capped to cap * tanh(score / cap); 0: not
-    local_rope: RopeConfig | None = None  # of the layers with a window, if theirs differs
+    local_rope: RopeConfig | None = None  # for layers with a window, if theirs differs
     rotates: tuple[bool, ...] = ()  # for each layer, False if it has no position embeddings
     # A query at position p is multiplied by 1 + beta * log(1 + floor(p / length)): (beta, length), or None
     query_scale: tuple[float, int] | None = None

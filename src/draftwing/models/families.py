@@ -32,7 +32,7 @@ class LayerNames:
     mlp_out: str | None = None
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
-    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # of an MLP without gates, its first matrix
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # without gates: the first matrix
     down: str = "mlp.down_proj"
 
     def modules(self) -> dict[str, list[str]]:
@@ -105,7 +105,7 @@ class Family:
     o_bias: bool | Key = False
     # norms of queries and keys: of each head; of all heads together; or of each head after its rotation
     qk_norm: Literal["none", "head", "all", "rotated"] = "none"
-    scale: Key | None = None  # of the scores; None for head_dim ** -0.5
+    scale: Key | None = None  # factor of the scores; None for head_dim ** -0.5
     scale_power: float = 1.0  # the power of ``scale`` that is used
     score_cap: Key | None = None  # scores are capped to cap * tanh(score / cap)
     window: int | None = 4096  # default of ``sliding_window``
@@ -158,6 +158,49 @@ _GRANITE: dict[str, Any] = {
     "embedding_scale": Key("embedding_multiplier", 1.0),
     "residual_scale": Key("residual_multiplier", 1.0),
     "logit_divisor": Key("logits_scaling", 1.0),
+}
+
+_GEMMA: dict[str, Any] = {
+    "bos": 2,
+    "eos": 1,
+    "pad": 0,
+    "is_tied": True,
+    "norm_offset": 1.0,
+    "qkv_bias": _BIAS,
+    "o_bias": _BIAS,
+    "activation": Key("hidden_act", "gelu_pytorch_tanh"),
+    "embedding_scale": "root",
+}
+_GEMMA_2: dict[str, Any] = {
+    "activation": Key("hidden_activation", "gelu_pytorch_tanh"),
+    "scale": Key("query_pre_attn_scalar", 256.0),
+    "scale_power": -0.5,
+    "windows": "pattern",
+    "names": SANDWICH,
+}
+_GLM: dict[str, Any] = {
+    "kv_heads": 2,
+    "head_dim": 128,
+    "eps": Key("rms_norm_eps", 1.5625e-07),
+    "eos": (151329, 151336, 151338),
+    "pad": 151329,
+    "partial": 0.5,
+    "is_interleaved": True,
+    "qkv_bias": Key("attention_bias", True),
+    "names": LayerNames(gate_up=("mlp.gate_up_proj",)),
+}
+_COHERE: dict[str, Any] = {
+    "norm": "layer",
+    "eps": _LAYER_EPS,
+    "bos": 5,
+    "eos": 255001,
+    "pad": 0,
+    "is_tied": True,
+    "qkv_bias": _BIAS,
+    "o_bias": _BIAS,
+    "is_interleaved": True,
+    "logit_scale": Key("logit_scale", 0.0625),
+    "names": PARALLEL,
 }
 
 FAMILIES: Final[dict[str, Family]] = {
@@ -237,6 +280,56 @@ FAMILIES: Final[dict[str, Family]] = {
     "olmoe": Family(
         "OlmoeForCausalLM", 4096, eps=_EPS5, eos=50279, pad=1, qkv_bias=_BIAS, o_bias=_BIAS, qk_norm="all",
         experts=ExpertTraits(64, 8, size=Key("intermediate_size", None)), refused={"clip_qkv": ()},
+    ),
+    "gemma": Family(
+        "GemmaForCausalLM", 8192, kv_heads=16, head_dim=256, **_GEMMA,
+        refused={"use_bidirectional_attention": (False,)},
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM", 8192, kv_heads=4, head_dim=256, **{**_GEMMA, **_GEMMA_2}, pattern=2,
+        score_cap=Key("attn_logit_softcapping", 50.0), logit_cap=Key("final_logit_softcapping", 30.0),
+        refused={"use_bidirectional_attention": (False,)},
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM", 131072, kv_heads=4, head_dim=256, **{**_GEMMA, **_GEMMA_2}, qk_norm="head",
+        pattern=Key("sliding_window_pattern", 6), theta=1e6, local_theta=Key("rope_local_base_freq", 10000.0),
+        logit_cap=Key("final_logit_softcapping", None),
+        refused={"use_bidirectional_attention": (False,), "attn_logit_softcapping": ()},
+    ),
+    "exaone4": Family(
+        "Exaone4ForCausalLM", 2048, kv_heads=32, eps=_EPS5, bos=0, eos=2, qk_norm="head", windows="pattern",
+        pattern=Key("sliding_window_pattern", 4), rotates="windowed_or_all", names=POST_NORMS,
+    ),
+    "glm": Family("GlmForCausalLM", 131072, **_GLM),
+    "glm4": Family(
+        "Glm4ForCausalLM", 131072,
+        **{
+            **_GLM,
+            "names": replace(
+                _GLM["names"], attention_out="post_self_attn_layernorm", mlp_out="post_mlp_layernorm"
+            ),
+        },
+    ),
+    "cohere": Family("CohereForCausalLM", 8192, **_COHERE, theta=5e5, refused={"use_qk_norm": (False,)}),
+    "cohere2": Family(
+        "Cohere2ForCausalLM", 8192, **_COHERE, windows="pattern", pattern=Key("sliding_window_pattern", 4),
+        rotates="windowed",
+    ),
+    "stablelm": Family(
+        "StableLmForCausalLM", 4096, kv_heads=32, norm="layer", norm_bias=True, eps=_LAYER_EPS, bos=0, eos=0,
+        partial=0.25, qkv_bias=Key("use_qkv_bias", False),
+        refused={"qk_layernorm": (False,), "use_parallel_residual": (False,)},
+    ),
+    "starcoder2": Family(
+        "Starcoder2ForCausalLM", 4096, kv_heads=2, norm="layer", norm_bias=True, eps=Key("norm_epsilon", 1e-5),
+        bos=50256, eos=50256, is_tied=True, window=None, windows="always",
+        qkv_bias=Key("use_bias", True), o_bias=Key("use_bias", True), mlp_bias=Key("use_bias", True), is_gated=False,
+        activation=Key("hidden_act", "gelu_pytorch_tanh"), names=LayerNames(gate_up=("mlp.c_fc",), down="mlp.c_proj"),
+    ),
+    "nemotron": Family(
+        "NemotronForCausalLM", 4096, norm="layer", norm_bias=True, norm_offset=1.0, eps=Key("norm_eps", 1e-5), bos=2,
+        eos=3, partial=0.5, qkv_bias=_BIAS, o_bias=_BIAS, mlp_bias=_MLP_BIAS, is_gated=False,
+        activation=Key("hidden_act", "relu2"), names=LayerNames(gate_up=("mlp.up_proj",)),
     ),
     "arcee": Family(
         "ArceeForCausalLM", 4096, eps=_EPS5, bos=128000, eos=128001, qkv_bias=_BIAS, o_bias=_BIAS, mlp_bias=_MLP_BIAS,

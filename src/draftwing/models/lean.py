@@ -163,10 +163,10 @@ def _reordered(parts: list[Stored], rows: Tensor | None) -> list[Stored]:
 def read_norm(reader: Reader, config: ModelConfig, name: str, size: int) -> Norm:
     """Read a norm of the family's kind."""
     family, eps = config.family, config.rms_norm_eps
+    weight = reader.tensor(f"{name}.weight", size)
     if family.norm == "layer":
         bias = reader.tensor(f"{name}.bias", size) if family.norm_bias else None
-        return LayerNorm(reader.tensor(f"{name}.weight", size), bias, eps)
-    weight = reader.tensor(f"{name}.weight", size)
+        return LayerNorm(weight + family.norm_offset, bias, eps)
     if family.norm_offset:  # in 16 bits it would round 1 + weight
         weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + family.norm_offset
     return RMSNorm(weight, eps)

@@ -287,7 +287,7 @@ class Linear(nn.Module):
         self._fused: tuple[Packed, ...] = ()
         self.quantized: str | None = None  # "int8" or "q4"
         self._expanded: tuple[str, ...] = ()  # formats of the file that the CPU kernel does not support
-        self.scale = 1.0  # of the result, before a residual is added
+        self.scale = 1.0  # factor of the result, before a residual is added
         self.cap = 0.0  # the result is capped to cap * tanh(result / cap); 0: not
 
     @classmethod
