@@ -195,6 +195,13 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron": ("NemotronConfig", {"head_dim": 8}),
 }
 
+MIXTURES = ("granitemoe", "qwen2-moe", "olmoe")
+
+
+def kernel_size(family: str) -> dict[str, int]:
+    """The sizes that let the CPU kernel run one of the ``FURTHER`` families: heads of 32 channels."""
+    return {"head_dim": 32} if "head_dim" in FURTHER[family][1] else {"hidden_size": 128}
+
 
 @contextmanager
 def refused(kind: type[DraftwingError], *parts: str) -> Iterator[None]:
