@@ -115,6 +115,11 @@ _SCALES = {
     "attention_multiplier": 0.2, "embedding_multiplier": 1.7, "residual_multiplier": 0.3, "logits_scaling": 2.5,
 }  # fmt: skip
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 5e5}
+_LATENT = {
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 24,
+    "n_shared_experts": 2, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
+    "first_k_dense_replace": 1, "num_key_value_heads": 4,
+}  # fmt: skip
 # Further families of the lean decoder, with every trait of theirs turned on.
 FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3Config", {"use_sliding_window": True, "sliding_window": 6, "no_rope_layers": [1, 0, 1]}),
@@ -158,6 +163,29 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmoe": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "gpt-oss": (
+        "GptOssConfig",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 8,
+            "sliding_window": 6,
+            "swiglu_limit": 1.0,
+            "layer_types": _SLIDES,
+            "rope_parameters": _YARN,
+        },
+    ),
+    "deepseek-v2": (
+        "DeepseekV2Config",
+        {
+            **_LATENT,
+            "q_lora_rank": 20,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.9},
+        },
+    ),
+    "deepseek-v3": ("DeepseekV3Config", {**_LATENT, "q_lora_rank": None, "num_nextn_predict_layers": 0}),
     "arcee": ("ArceeConfig", {"head_dim": 8}),
     "gemma": ("GemmaConfig", {"head_dim": 8}),
     "gemma2-capped": (
@@ -195,7 +223,7 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron": ("NemotronConfig", {"head_dim": 8}),
 }
 
-MIXTURES = ("granitemoe", "qwen2-moe", "olmoe")
+MIXTURES = ("granitemoe", "qwen2-moe", "olmoe", "gpt-oss", "deepseek-v2", "deepseek-v3")
 
 
 def kernel_size(family: str) -> dict[str, int]:
@@ -272,6 +300,8 @@ class _Float64(torch.overrides.TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.polar:  # whose cosines differ in the last bit
+            return torch.complex(args[1].cos(), args[1].sin())
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
             if func in (torch.Tensor.float, torch.Tensor.type) or (torch.float32 in args[1:]):
                 return args[0]

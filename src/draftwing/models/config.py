@@ -6,6 +6,7 @@ out, except for windows and special tokens, where it means none.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -293,6 +294,21 @@ class MoeConfig:
     norm_topk_prob: bool  # True if the probabilities of the chosen experts are rescaled to sum to one
     sparse_layers: tuple[bool, ...]  # for each layer, True if it has experts instead of an ordinary MLP
     shared_size: int = 0  # inner width of the expert that every token goes through; 0 if there is none
+    scale: float = 1.0  # factor of the weights
+    # number of groups of experts, and those that a token chooses from; None without groups
+    groups: tuple[int, int] | None = None
+    clamp: tuple[float, float] | None = None  # see ``ExpertTraits``
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Widths of multi-head latent attention: a head's queries and keys are ``rope_dim`` + ``plain_dim`` wide."""
+
+    query_rank: int | None  # width of the latent queries; None for a single matrix
+    rank: int  # width of the latent keys and values
+    rope_dim: int
+    plain_dim: int
+    value_dim: int
 
 
 @dataclass(frozen=True)
@@ -325,6 +341,7 @@ class ModelConfig:
     pad_id: int | None
     dtype: str | None  # the checkpoint's, such as "bfloat16"; None if the config does not name it
     attention_scale: float  # factor of the scores
+    latent: LatentConfig | None = None
     score_cap: float = 0.0  # scores are capped to cap * tanh(score / cap); 0: not
     local_rope: RopeConfig | None = None  # for layers with a window, if theirs differs
     rotates: tuple[bool, ...] = ()  # for each layer, False if it has no position embeddings
@@ -362,7 +379,8 @@ class ModelConfig:
         model_type = _model_type(read)
         family = FAMILIES[model_type]
         _refuse(read, family)
-        layers, heads, kv_heads, head_dim = _heads(read, family)
+        latent = _latent(read) if family.is_latent else None
+        layers, heads, kv_heads, head_dim = _heads(read, family, latent)
         name = family.activation.name
         activation = read.text(name, family.activation.default)
         if activation not in _ACTIVATIONS:
@@ -372,8 +390,14 @@ class ModelConfig:
         hidden = read.integer("hidden_size")
         max_positions = read.integer("max_position_embeddings", family.max_positions)
         windows = _windows(read, family, layers)
-        rope, local_rope = _ropes(read, family, model_type, head_dim, max_positions)
+        rope, local_rope = _ropes(
+            read, family, model_type, head_dim if latent is None else latent.rope_dim, max_positions
+        )
         scale = read.setting(family.scale)
+        if latent is not None:
+            rope = replace(rope, head_dim=head_dim)
+            if rope.type != "default" and rope.mscale_all_dim and rope.factor > 1:
+                scale = head_dim**-0.5 * (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1) ** 2
         embedding_scale = hidden**0.5 if family.embedding_scale == "root" else read.setting(family.embedding_scale)
         return cls(
             model_type=model_type,
@@ -400,6 +424,7 @@ class ModelConfig:
             pad_id=next(iter(read.ids("pad_token_id", family.pad)), None),
             dtype=read.text("dtype") or read.text("torch_dtype") or None,
             attention_scale=head_dim**-0.5 if scale is None else scale**family.scale_power,
+            latent=latent,
             score_cap=read.setting(family.score_cap) or 0.0,
             local_rope=local_rope,
             rotates=_rotates(read, family, windows),
@@ -436,7 +461,9 @@ def _model_type(read: ConfigReader) -> str:
 
 def _refuse(read: ConfigReader, family: Family) -> None:
     """Raise UnsupportedError for a setting that no code honours, unless its value changes nothing."""
-    if read.config.get("quantization_config"):
+    quantized = read.config.get("quantization_config")
+    is_mxfp4 = isinstance(quantized, Mapping) and quantized.get("quant_method") == "mxfp4"
+    if quantized and not (is_mxfp4 and family.experts is not None and family.experts.clamp is not None):
         raise read.unsupported("`quantization_config` is set: the weights are quantised.")
     for key, neutral in family.refused.items():
         value = read.config.get(key)
@@ -457,9 +484,23 @@ def _divisor(read: ConfigReader, family: Family) -> float:
     return divisor
 
 
-def _heads(read: ConfigReader, family: Family) -> tuple[int, int, int, int]:
+def _latent(read: ConfigReader) -> LatentConfig:
+    query_rank = read.integer("q_lora_rank", 1536) if read.config.get("q_lora_rank", 1536) is not None else None
+    sizes = read.integer("qk_rope_head_dim", 64), read.integer("qk_nope_head_dim", 128), read.integer("v_head_dim", 128)
+    if sizes[2] > sizes[0] + sizes[1]:
+        raise read.unsupported("`v_head_dim` is larger than `qk_rope_head_dim` and `qk_nope_head_dim` together.")
+    return LatentConfig(query_rank, read.integer("kv_lora_rank", 512), *sizes)
+
+
+def _heads(read: ConfigReader, family: Family, latent: LatentConfig | None) -> tuple[int, int, int, int]:
     """(layers, query heads, KV heads, head width), checked against each other."""
     hidden, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
+    if latent is not None:  # keys and values of every head are made from the latent ones
+        if read.integer("num_key_value_heads", heads) != heads:
+            raise read.unsupported("`num_key_value_heads` differs from `num_attention_heads`.")
+        return (
+            read.integer("num_hidden_layers", maximum=10000), heads, heads, latent.rope_dim + latent.plain_dim
+        )  # fmt: skip
     # If the key is null, there are as many as query heads; if it is missing, the config class's default.
     kv_default = heads if "num_key_value_heads" in read.config else family.kv_heads or heads
     kv_heads = read.integer("num_key_value_heads", kv_default)
@@ -605,7 +646,8 @@ def _query_scale(read: ConfigReader, family: Family) -> tuple[float, int] | None
 
 def _moe(read: ConfigReader, experts: ExpertTraits, layers: int) -> MoeConfig | None:
     # transformers 5 writes the second name; 4 wrote the first.
-    names = [key for key in ("num_experts", "num_local_experts") if read.config.get(key) is not None]
+    keys = ("num_experts", "num_local_experts") if experts.count is None else (experts.count,)
+    names = [key for key in keys if read.config.get(key) is not None]
     minimum = 0 if experts.has_dense_layers else 1
     counts = {read.integer(key, minimum=minimum) for key in names}
     if len(counts) > 1:
@@ -617,6 +659,8 @@ def _moe(read: ConfigReader, experts: ExpertTraits, layers: int) -> MoeConfig | 
     if experts.has_dense_layers:
         dense, step = read.items("mlp_only_layers", int), read.integer("decoder_sparse_step", 1)
         sparse = [num_experts > 0 and layer not in dense and (layer + 1) % step == 0 for layer in range(layers)]
+    if experts.num_dense is not None:
+        sparse = [layer >= read.setting(experts.num_dense) for layer in range(layers)]
     if not any(sparse):
         return None
     if per_token > num_experts:
@@ -624,8 +668,32 @@ def _moe(read: ConfigReader, experts: ExpertTraits, layers: int) -> MoeConfig | 
             f"`num_experts_per_tok` {per_token} is more than the {num_experts} experts there are "
             f"(`{names[0] if names else 'num_experts'}`). Correct one of them."
         )
-    size = read.integer("intermediate_size") if size is None else size
-    return MoeConfig(num_experts, per_token, size, read.setting(experts.normalise), tuple(sparse), shared)
+    if not size:
+        raise read.error(f"`{experts.size.name}` must be above 0. Correct it, or {_DOWNLOAD}")
+    if experts.count is not None:
+        shared = size * read.integer("n_shared_experts", 2 if experts.num == 64 else 1)
+    return MoeConfig(
+        num_experts, per_token, size, read.setting(experts.normalise), tuple(sparse), shared,
+        scale=read.setting(experts.scale or 1.0), groups=_groups(read, experts, num_experts),
+        clamp=None if experts.clamp is None else (read.setting(experts.clamp[0]), read.setting(experts.clamp[1])),
+    )  # fmt: skip
+
+
+def _groups(read: ConfigReader, experts: ExpertTraits, num_experts: int) -> tuple[int, int] | None:
+    """The number of groups of experts, and of those that a token chooses from."""
+    if experts.groups == "max":
+        method = read.text("topk_method", "greedy")
+        if method == "greedy":
+            return None
+        if method != "group_limited_greedy":
+            raise read.unsupported(f'`topk_method` "{method}" is not supported.')
+    if experts.groups is None:
+        return None
+    is_latest = experts.groups == "two"
+    groups = read.integer("n_group", 8 if is_latest else 1), read.integer("topk_group", 4 if is_latest else 1)
+    if num_experts % groups[0] or groups[1] > groups[0]:
+        raise read.error(f"`n_group` {groups[0]} and `topk_group` {groups[1]} do not fit {num_experts} experts.")
+    return groups
 
 
 # --- multi-token prediction modules in a target's checkpoint (MTP, DeepSeek-V3, 2412.19437) --------------------------

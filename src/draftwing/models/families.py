@@ -32,6 +32,7 @@ class LayerNames:
     mlp_out: str | None = None
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    sinks: str | None = None  # a further score of each head
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # without gates: the first matrix
     down: str = "mlp.down_proj"
 
@@ -63,10 +64,21 @@ class ExpertTraits:
     # ones gate and up of all experts in one tensor (experts, 2 * width, hidden), and down in another
     router: str = "mlp.gate"
     matrices: tuple[str, ...] = ("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj", "mlp.experts.{e}.down_proj")
-    size: Key = Key("moe_intermediate_size", 768)  # width of an expert; a default of None is ``intermediate_size``
+    size: Key = Key("moe_intermediate_size", 768)  # width of an expert
     # True if the probabilities of the chosen experts are rescaled to sum to one
     normalise: bool | Key = Key("norm_topk_prob", False)
-    chooses_first: bool = False  # the router's softmax is over the chosen experts alone
+    # The weights of experts: the router's softmax, that of the chosen experts alone (chosen), or the sigmoid, which is
+    # chosen by its sum with the ``bias`` tensor
+    scores: Literal["softmax", "chosen", "sigmoid"] = "softmax"
+    router_bias: bool = False
+    score_bias: str | None = None
+    # Experts are chosen from the groups with the highest maximum, or sum of the two best; None: from all.
+    groups: Literal["max", "two"] | None = None
+    scale: Key | None = None  # factor of the weights
+    # (alpha, limit) of gpt-oss's activation: (up + 1) * gate * sigmoid(alpha * gate) of clamped gate and up
+    clamp: tuple[Key, Key] | None = None
+    num_dense: Key | None = None  # the number of first layers without experts
+    count: str | None = None  # the key of the number of experts, if it is not ``num_experts``
     has_dense_layers: bool = False  # ``mlp_only_layers`` and ``decoder_sparse_step`` name layers without experts
     shared: str | None = None  # a further expert that every token goes through, weighted by ``shared_gate``
     shared_size: Key | None = None
@@ -107,6 +119,8 @@ class Family:
     qk_norm: Literal["none", "head", "all", "rotated"] = "none"
     scale: Key | None = None  # factor of the scores; None for head_dim ** -0.5
     scale_power: float = 1.0  # the power of ``scale`` that is used
+    # queries, keys and values pass through narrow matrices (multi-head latent attention, DeepSeek-V2, 2405.04434)
+    is_latent: bool = False
     score_cap: Key | None = None  # scores are capped to cap * tanh(score / cap)
     window: int | None = 4096  # default of ``sliding_window``
     # Layers with a sliding window: none; all; all if "use_sliding_window" is set (switch), or then those from
@@ -149,6 +163,10 @@ _USE_BIAS = Key("use_bias", False)
 _EPS5 = Key("rms_norm_eps", 1e-5)
 _LAYER_EPS = Key("layer_norm_eps", 1e-5)
 _ALL_EXPERTS = ExpertTraits(128, 8, has_dense_layers=True)
+_DEEPSEEK = ExpertTraits(
+    64, 6, size=Key("moe_intermediate_size", 1407), scale=Key("routed_scaling_factor", 1.0),
+    num_dense=Key("first_k_dense_replace", 0), count="n_routed_experts", shared="mlp.shared_experts",
+)  # fmt: skip
 _GRANITE: dict[str, Any] = {
     "bos": 1,
     "eos": 2,
@@ -211,7 +229,7 @@ FAMILIES: Final[dict[str, Family]] = {
         experts=ExpertTraits(
             8, 2, "block_sparse_moe.gate",
             tuple(f"block_sparse_moe.experts.{{e}}.{name}" for name in ("w1", "w3", "w2")),
-            size=Key("intermediate_size", None), normalise=True,
+            size=Key("intermediate_size", 0), normalise=True,
         ),
     ),
     "qwen2": Family("Qwen2ForCausalLM", 32768, kv_heads=32, windows="layer", qkv_bias=True),
@@ -238,7 +256,7 @@ FAMILIES: Final[dict[str, Family]] = {
         experts=ExpertTraits(
             8, 2, "block_sparse_moe.router.layer",
             ("block_sparse_moe.input_linear", "block_sparse_moe.output_linear"),
-            size=Key("intermediate_size", None), chooses_first=True,
+            size=Key("intermediate_size", 0), scores="chosen",
         ),
     ),
     "ministral": Family("MinistralForCausalLM", 131072, kv_heads=8, bos=1, eos=2, windows="pattern"),
@@ -279,7 +297,7 @@ FAMILIES: Final[dict[str, Family]] = {
     ),
     "olmoe": Family(
         "OlmoeForCausalLM", 4096, eps=_EPS5, eos=50279, pad=1, qkv_bias=_BIAS, o_bias=_BIAS, qk_norm="all",
-        experts=ExpertTraits(64, 8, size=Key("intermediate_size", None)), refused={"clip_qkv": ()},
+        experts=ExpertTraits(64, 8, size=Key("intermediate_size", 0)), refused={"clip_qkv": ()},
     ),
     "gemma": Family(
         "GemmaForCausalLM", 8192, kv_heads=16, head_dim=256, **_GEMMA,
@@ -330,6 +348,34 @@ FAMILIES: Final[dict[str, Family]] = {
         "NemotronForCausalLM", 4096, norm="layer", norm_bias=True, norm_offset=1.0, eps=Key("norm_eps", 1e-5), bos=2,
         eos=3, partial=0.5, qkv_bias=_BIAS, o_bias=_BIAS, mlp_bias=_MLP_BIAS, is_gated=False,
         activation=Key("hidden_act", "relu2"), names=LayerNames(gate_up=("mlp.up_proj",)),
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM", 131072, kv_heads=8, head_dim=64, eps=_EPS5, qkv_bias=Key("attention_bias", True),
+        o_bias=Key("attention_bias", True), window=128, windows="pattern", pattern=2, theta=150000.0,
+        rope={
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        experts=ExpertTraits(
+            128, 4, "mlp.router", ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+            size=Key("intermediate_size", 0), scores="chosen", router_bias=True,
+            clamp=(Key("swiglu_alpha", 1.702), Key("swiglu_limit", 7.0)),
+        ),
+        names=LayerNames(sinks="self_attn.sinks"),
+    ),
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM", 2048, bos=1, eos=2, is_latent=True, is_interleaved=True, o_bias=_BIAS,
+        mlp_bias=_MLP_BIAS, experts=replace(_DEEPSEEK, groups="max", normalise=False),
+        refused={"norm_topk_prob": (False,), "mlp_bias": (False,), "moe_layer_freq": (1,)},
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM", 4096, bos=0, eos=1, is_latent=True, is_interleaved=True, o_bias=_BIAS,
+        experts=replace(
+            _DEEPSEEK, num=256, num_per_token=8, groups="two", size=Key("moe_intermediate_size", 2048),
+            scores="sigmoid", score_bias="mlp.gate.e_score_correction_bias", normalise=Key("norm_topk_prob", True),
+            scale=Key("routed_scaling_factor", 2.5), num_dense=Key("first_k_dense_replace", 3),
+        ),
+        refused={"rope_interleave": (True,), "moe_layer_freq": (1,)},
     ),
     "arcee": Family(
         "ArceeForCausalLM", 4096, eps=_EPS5, bos=128000, eos=128001, qkv_bias=_BIAS, o_bias=_BIAS, mlp_bias=_MLP_BIAS,

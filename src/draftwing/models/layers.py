@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -173,6 +174,20 @@ class GatedMLP(nn.Module):
         return self.down.forward(self.activation(gate) * up, residual)
 
 
+class ClampedMLP(GatedMLP):
+    """(up + 1) * gate * sigmoid(alpha * gate), with gate and up clamped to ``limit`` (gpt-oss)."""
+
+    def __init__(self, gate_up: Linear, down: Linear, alpha: float, limit: float) -> None:
+        super().__init__(gate_up, down, "silu")
+        self.alpha, self.limit = alpha, limit
+
+    def forward(self, x: Any, residual: Any = None) -> Any:
+        """(R, H) -> (R, H), plus ``residual`` if given."""
+        gate, up = _split(self.gate_up.forward(x), (self._width, self._width), 1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return self.down.forward((up + 1) * gate * (gate * self.alpha).sigmoid(), residual)
+
+
 class PlainMLP(nn.Module):
     """Two matrices with an activation between them."""
 
@@ -206,27 +221,56 @@ class SharedExpert(nn.Module):
         return out if self.gate is None else out * self.gate.forward(x).sigmoid()
 
 
+@dataclass(frozen=True)
+class Routing:
+    """How a row's experts are chosen and weighted."""
+
+    num_per_token: int
+    scores: str = "softmax"  # see ``ExpertTraits``, also for ``group_by``
+    normalise: bool = False  # the weights of the chosen experts are rescaled to sum to one
+    groups: tuple[int, int] | None = None  # number of groups, and of those that experts are chosen from
+    group_by: str | None = None
+    scale: float = 1.0  # factor of the weights
+
+    def choose(self, scores: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The router's scores (R, experts) -> the weights and the indices (R, k) of the chosen experts."""
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))  # in half precision too, as in training
+        if self.scores == "chosen":
+            scores, chosen = scores.topk(self.num_per_token, dim=-1)
+            return scores.softmax(-1), chosen
+        scores = scores.sigmoid() if self.scores == "sigmoid" else scores.softmax(-1)
+        ranked = scores if bias is None else scores + bias
+        if self.groups is not None:
+            num_groups, num_kept = self.groups
+            grouped = ranked.view(len(ranked), num_groups, -1)
+            worth = grouped.amax(-1) if self.group_by == "max" else grouped.topk(2, -1)[0].sum(-1)
+            is_kept = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, worth.topk(num_kept, -1)[1], True)
+            ranked = grouped.masked_fill(~is_kept[..., None], -torch.inf).flatten(1)
+        chosen = ranked.topk(self.num_per_token, dim=-1)[1]
+        weights = scores.gather(1, chosen)
+        if self.normalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights * self.scale if self.scale != 1 else weights, chosen
+
+
 class Experts(nn.Module):
-    """A mixture of experts: softmax router, the top k experts of each row, weighted (Mixtral 2401.04088).
+    """A mixture of experts: the top k experts of each row, weighted (Mixtral 2401.04088).
 
     Args:
-        normalise: the weights of the chosen experts are rescaled to sum to one.
-        chooses_first: the softmax is over the chosen experts alone.
+        bias: (experts,) added to the scores by which experts are chosen, or None.
     """
 
     def __init__(
         self,
         router: Linear,
         experts: list[GatedMLP],
-        num_per_token: int,
-        *,
-        normalise: bool,
-        chooses_first: bool = False,
+        routing: Routing,
         shared: SharedExpert | None = None,
+        bias: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.router, self.experts, self.shared = router, nn.ModuleList(experts), shared
-        self.num_per_token, self.normalise, self.chooses_first = num_per_token, normalise, chooses_first
+        self.routing, self.bias = routing, bias
 
     @property
     def num_bytes(self) -> int:
@@ -234,19 +278,11 @@ class Experts(nn.Module):
         expert = self.experts[0]
         assert isinstance(expert, GatedMLP)
         shared = 0 if self.shared is None else self.shared.mlp.num_bytes
-        return self.router.num_bytes + self.num_per_token * expert.num_bytes + shared
+        return self.router.num_bytes + self.routing.num_per_token * expert.num_bytes + shared
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """(R, H) -> (R, H), plus ``residual`` if given. The results of the experts are summed in their order."""
-        scores = self.router.forward(x)
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))  # in half precision too, as in training
-        if self.chooses_first:
-            scores, chosen = scores.topk(self.num_per_token, dim=-1)
-            weights = scores.softmax(-1)
-        else:
-            weights, chosen = scores.softmax(-1).topk(self.num_per_token, dim=-1)
-            if self.normalise:
-                weights = weights / weights.sum(-1, keepdim=True)
+        weights, chosen = self.routing.choose(self.router.forward(x), self.bias)
         weights = weights.to(x.dtype)
         out = torch.zeros_like(x)
         for index in sorted(set(chosen.flatten().tolist())):
@@ -255,6 +291,53 @@ class Experts(nn.Module):
         if self.shared is not None:
             out = out + self.shared.forward(x)
         return out if residual is None else residual + out
+
+
+class LatentProjection(nn.Module):
+    """Queries, keys and values by way of narrow ones (multi-head latent attention, DeepSeek-V2, 2405.04434).
+
+    Each head's channels are its rotated ones, then the others; values are padded with zeros to the same width.
+
+    Args:
+        queries: (H, heads * width), or a matrix, a norm and a second matrix.
+        down: (H, rank + rotated width): the latent keys and values, and the rotated keys that all heads share.
+        up: (rank, heads * (plain width + value width)).
+        sizes: heads, rotated width, plain width, value width.
+    """
+
+    def __init__(
+        self,
+        queries: tuple[Linear] | tuple[Linear, RMSNorm, Linear],
+        down: Linear,
+        norm: RMSNorm,
+        up: Linear,
+        sizes: tuple[int, int, int, int],
+    ) -> None:
+        super().__init__()
+        self.queries, self.down, self.norm, self.up = nn.ModuleList(queries), down, norm, up
+        self.sizes = sizes
+
+    @property
+    def quantized(self) -> str | None:
+        """See ``Linear``."""
+        return self.down.quantized
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weights that a token reads."""
+        return sum(part.num_bytes for part in self.modules() if isinstance(part, Linear))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(R, H) -> (R, 3 * heads * width)."""
+        heads, rotated, plain, value = self.sizes
+        q = x
+        for part in self.queries:
+            q = part(q)
+        latent, shared = _split(self.down.forward(x), (self.down.num_out - rotated, rotated), 1)
+        own = self.up.forward(self.norm.forward(latent)).view(-1, heads, plain + value)
+        keys = torch.cat([shared[:, None].expand(-1, heads, -1), own[..., :plain]], -1)
+        values = F.pad(own[..., plain:], (0, rotated + plain - value))
+        return torch.cat([q, keys.flatten(1), values.flatten(1)], 1)
 
 
 class DecoderLayer(nn.Module):
@@ -268,13 +351,14 @@ class DecoderLayer(nn.Module):
         norms: of queries and keys, or None: of each head (Qwen3), or of all heads together (OLMo 2).
         out_norms: of what attention and MLP add, or None.
         traits: differences of the heads from Llama's.
+        value_width: of a head's values, if smaller than that of queries and keys.
         is_parallel: attention and MLP read the same norm, and both are added (Cohere).
     """
 
     def __init__(
         self,
         input_norm: Norm | None,
-        qkv: Linear,
+        qkv: Linear | LatentProjection,
         out: Linear,
         post_norm: Norm | None,
         mlp: GatedMLP | PlainMLP | Experts,
@@ -284,13 +368,14 @@ class DecoderLayer(nn.Module):
         out_norms: tuple[Norm | None, Norm | None] = (None, None),
         traits: HeadTraits = PLAIN_HEADS,
         is_parallel: bool = False,
+        value_width: int | None = None,
     ) -> None:
         super().__init__()
         self.input_norm, self.post_norm = input_norm, post_norm
         self.out_norm, self.mlp_out_norm = out_norms
         self.qkv, self.out, self.mlp = qkv, out, mlp
         self.num_heads, self.num_kv_heads, self.head_dim = heads
-        self.traits, self.is_parallel = traits, is_parallel
+        self.traits, self.is_parallel, self.value_width = traits, is_parallel, value_width
         # Norms over all heads are taken before ``attend``, which splits the heads and norms each.
         over_all = norms is not None and norms[0].weight.shape[0] > self.head_dim
         self.q_norm: RMSNorm | None = norms[0] if norms and not over_all else None
@@ -314,7 +399,7 @@ class DecoderLayer(nn.Module):
             return self.mlp.forward(normed, self._attend(normed, x, attend, layer))
         norm = self.post_norm if self.out_norm is None and isinstance(self.post_norm, RMSNorm) else None
         if norm is not None and not isinstance(x, Traced) and gpu.is_usable(x):
-            mixed = self.out.forward(attend(layer, self._project(normed), self))
+            mixed = self.out.forward(self._mixed(normed, attend, layer))
             x, normed = gpu.add_norm(x, mixed, norm.weight, norm.eps)
             return self._add(self.mlp, normed, x, self.mlp_out_norm)
         return self.add_mlp(self._attend(normed, x, attend, layer))
@@ -330,7 +415,14 @@ class DecoderLayer(nn.Module):
         return self._add(self.mlp, x if norm is None else norm.forward(x), x, self.mlp_out_norm)
 
     def _attend(self, normed: Any, x: Any, attend: Attend, layer: int) -> Any:
-        return self._add(self.out, attend(layer, self._project(normed), self), x, self.out_norm)
+        return self._add(self.out, self._mixed(normed, attend, layer), x, self.out_norm)
+
+    def _mixed(self, normed: Any, attend: Attend, layer: int) -> Any:
+        """The values that each head attends to (R, heads * value width)."""
+        mixed = attend(layer, self._project(normed), self)
+        if self.value_width is None:
+            return mixed
+        return mixed.view(len(mixed), self.num_heads, -1)[..., : self.value_width].flatten(1)
 
     def _add(self, part: Linear | GatedMLP | PlainMLP | Experts, read: Any, x: Any, norm: Norm | None) -> Any:
         """x (R, H) plus the normed result of a part."""

@@ -32,13 +32,16 @@ from draftwing.models.config import ModelConfig, module_names, num_modules, read
 from draftwing.models.context import NO_FEATURES, Context, FeatureSpec, Row, TargetOutput, own_context
 from draftwing.models.families import ExpertTraits
 from draftwing.models.layers import (
+    ClampedMLP,
     DecoderLayer,
     Experts,
     GatedMLP,
+    LatentProjection,
     LayerNorm,
     Norm,
     PlainMLP,
     RMSNorm,
+    Routing,
     SharedExpert,
     Taps,
     scaled,
@@ -47,7 +50,7 @@ from draftwing.models.layers import (
 from draftwing.models.linear import Embedding, Layout, Linear, check_arithmetic, check_quantize, runs_as
 from draftwing.models.rope import LayeredRotary, Rotary
 from draftwing.models.target import Target
-from draftwing.models.weights import Stored, Weights, check_finite
+from draftwing.models.weights import Stored, Weights, check_finite, expand_mxfp4
 from draftwing.noise import AcceptArgs
 from draftwing.runtime.choose import record_with, runtime_for
 from draftwing.runtime.forward import PREFILL_CHUNK, Entries, NetShape, Runner, Runtime, score
@@ -197,9 +200,9 @@ def _halved_pairs(config: ModelConfig) -> Tensor | None:
     """The order of the rows of q, k and v in which rotated pairs are half a rotation apart; None if they are so."""
     if not config.family.is_interleaved:
         return None
-    dim, half = config.head_dim, config.rope.rotary_dim // 2
+    dim, rotated = config.head_dim, config.rope.rotary_dim
     channels = torch.arange(dim)
-    channels[: 2 * half] = channels[: 2 * half].view(half, 2).T.flatten()
+    channels[:rotated] = channels[:rotated].view(-1, 2).T.flatten()
     heads = torch.arange(config.num_heads + config.num_kv_heads)[:, None] * dim + channels
     end = (config.num_heads + 2 * config.num_kv_heads) * dim
     return torch.cat([heads.flatten(), torch.arange(heads.numel(), end)])
@@ -225,11 +228,17 @@ def read_layer(reader: Reader, config: ModelConfig, index: int) -> DecoderLayer:
         second = scaled_matrix(reader.linear([base + down], [hidden], width, bias))
         return kind(first, second, config.activation)
 
-    projections = [base + name for name in names.qkv]
-    outs = [query_dim, kv_dim, kv_dim] if len(projections) == 3 else [query_dim + 2 * kv_dim]
-    rows = _halved_pairs(config)
-    qkv = reader.linear(projections, outs, hidden, config.qkv_bias, rows=rows)
-    out = scaled_matrix(reader.linear([base + names.out], [hidden], query_dim, config.o_bias))
+    traits, value_dim = _head_traits(config, index), dim
+    if config.latent is not None:
+        qkv: Linear | LatentProjection = _read_latent(reader, config, f"{base}self_attn.")
+        value_dim = config.latent.value_dim
+    else:
+        projections = [base + name for name in names.qkv]
+        outs = [query_dim, kv_dim, kv_dim] if len(projections) == 3 else [query_dim + 2 * kv_dim]
+        qkv = reader.linear(projections, outs, hidden, config.qkv_bias, rows=_halved_pairs(config))
+    if names.sinks is not None:
+        traits = replace(traits, sinks=reader.tensor(base + names.sinks, config.num_heads))
+    out = scaled_matrix(reader.linear([base + names.out], [hidden], config.num_heads * value_dim, config.o_bias))
     if family.experts is None or moe is None or not moe.sparse_layers[index]:
         mlp: GatedMLP | PlainMLP | Experts = mlp_of(
             names.gate_up, names.down, config.intermediate_size, config.mlp_bias
@@ -252,9 +261,38 @@ def read_layer(reader: Reader, config: ModelConfig, index: int) -> DecoderLayer:
         heads=(config.num_heads, config.num_kv_heads, dim),
         norms=norms,
         out_norms=(norm(names.attention_out), norm(names.mlp_out)),
-        traits=_head_traits(config, index),
+        traits=traits,
         is_parallel=names.mlp_in is None and names.mlp_out is None,
+        value_width=None if value_dim == dim else value_dim,
     )
+
+
+def _read_latent(reader: Reader, config: ModelConfig, base: str) -> LatentProjection:
+    """Read the matrices of latent attention, the rotated channels of each head first and their pairs halved."""
+    latent, heads, hidden, bias = config.latent, config.num_heads, config.hidden_size, config.o_bias
+    assert latent is not None
+    rotated, width = latent.rope_dim, latent.rope_dim + latent.plain_dim
+    pairs = torch.arange(rotated).view(-1, 2).T.flatten()
+    order = torch.cat([latent.plain_dim + pairs, torch.arange(latent.plain_dim)])
+    rows = (torch.arange(heads)[:, None] * width + order).flatten()
+
+    def norm(name: str, size: int) -> RMSNorm:
+        return RMSNorm(reader.tensor(f"{base}{name}.weight", size), 1e-6)  # whatever the config's is
+
+    queries: tuple[Linear] | tuple[Linear, RMSNorm, Linear]
+    if latent.query_rank is None:
+        queries = (reader.linear([f"{base}q_proj"], [heads * width], hidden, rows=rows),)
+    else:
+        queries = (
+            reader.linear([f"{base}q_a_proj"], [latent.query_rank], hidden, bias),
+            norm("q_a_layernorm", latent.query_rank),
+            reader.linear([f"{base}q_b_proj"], [heads * width], latent.query_rank, rows=rows),
+        )
+    rows = torch.cat([torch.arange(latent.rank), latent.rank + pairs])
+    down = reader.linear([f"{base}kv_a_proj_with_mqa"], [latent.rank + rotated], hidden, bias, rows=rows)
+    up = reader.linear([f"{base}kv_b_proj"], [heads * (latent.plain_dim + latent.value_dim)], latent.rank)
+    sizes = heads, rotated, latent.plain_dim, latent.value_dim
+    return LatentProjection(queries, down, norm("kv_a_layernorm", latent.rank), up, sizes)
 
 
 def _read_experts(
@@ -268,7 +306,9 @@ def _read_experts(
     moe, hidden = config.moe, config.hidden_size
     assert moe is not None
     count, width = moe.num_experts, moe.intermediate_size
-    if names.is_stacked:
+    if moe.clamp is not None:
+        experts = _read_clamped(reader, config, names, base)
+    elif names.is_stacked:
         gate_ups, downs = (
             reader.tensor(f"{base}{name}.weight", count, *shape).unbind()
             for name, shape in zip(names.matrices, ((2 * width, hidden), (hidden, width)), strict=True)
@@ -281,20 +321,48 @@ def _read_experts(
     else:
         named = [[name.format(e=expert) for name in names.matrices] for expert in range(count)]
         experts = [cast(GatedMLP, mlp_of(parts[:2], parts[2], width)) for parts in named]
-    router, shared = reader.linear([base + names.router], [count], hidden, exact=True), None
+    router = reader.linear([base + names.router], [count], hidden, names.router_bias, exact=True)
+    bias = None if names.score_bias is None else reader.tensor(base + names.score_bias, count)
+    shared = None
     if names.shared is not None and moe.shared_size:
         parts = [f"{names.shared}.{name}_proj" for name in ("gate", "up", "down")]
         mlp = cast(GatedMLP, mlp_of(parts[:2], parts[2], moe.shared_size))
         gate = None if names.shared_gate is None else reader.linear([base + names.shared_gate], [1], hidden, exact=True)
         shared = SharedExpert(mlp, gate)
-    return Experts(
-        router,
-        experts,
-        moe.num_experts_per_token,
-        normalise=moe.norm_topk_prob,
-        chooses_first=names.chooses_first,
-        shared=shared,
-    )
+    routing = Routing(moe.num_experts_per_token, names.scores, moe.norm_topk_prob, moe.groups, names.groups, moe.scale)
+    return Experts(router, experts, routing, shared, bias)
+
+
+def _read_clamped(reader: Reader, config: ModelConfig, names: ExpertTraits, base: str) -> list[GatedMLP]:
+    """Read gpt-oss's experts: matrices (in, out) of all in one tensor, or blocks of 4 bits; gate and up alternate."""
+    moe, hidden = config.moe, config.hidden_size
+    assert moe is not None
+    assert moe.clamp is not None
+    count, width = moe.num_experts, moe.intermediate_size
+    shapes = {names.matrices[0]: (2 * width, hidden), names.matrices[1]: (hidden, width)}
+    biases = [reader.tensor(f"{base}{name}_bias", count, shape[0]) for name, shape in shapes.items()]
+
+    def read(name: str, shape: tuple[int, int]) -> Callable[[int], Tensor]:
+        """A function that returns the matrix (out, in) of an expert."""
+        name = base + name
+        if f"{name}_blocks" not in reader.files:
+            stacked = reader.tensor(name, count, *shape[::-1])
+            return lambda expert: stacked[expert].T
+        blocks = reader.files.get(f"{name}_blocks", None, (count, shape[0], shape[1] // 32, 16))
+        scales = reader.files.get(f"{name}_scales", None, (count, shape[0], shape[1] // 32))
+        reader.used |= {f"{name}_blocks", f"{name}_scales"}
+        return lambda expert: expand_mxfp4(blocks[expert], scales[expert]).to(reader.device, reader.dtype)
+
+    gate_ups, downs = (read(name, shape) for name, shape in shapes.items())
+    halves = torch.arange(2 * width).view(-1, 2).T.flatten()
+    return [
+        ClampedMLP(
+            Linear(gate_ups(expert)[halves].contiguous(), biases[0][expert][halves]).lay_out(reader.layout),
+            Linear(downs(expert).contiguous(), biases[1][expert]).lay_out(reader.layout),
+            *moe.clamp,
+        )
+        for expert in range(count)
+    ]
 
 
 def rotary_of(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Rotary | LayeredRotary:
