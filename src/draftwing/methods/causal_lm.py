@@ -406,6 +406,11 @@ class CausalLMNet(DraftNet):
             raise UnsupportedError(
                 "a mixture of experts is not trained as a draft model: start from a dense model, or from nothing"
             )
+        if config.shape.family.is_changed_by_reading:
+            raise UnsupportedError(
+                f"a model of type {config.shape.model_type} is not trained as a draft model: start from a Llama-like "
+                f"one, such as llama, qwen2 or qwen3, or from nothing"
+            )
         table = nn.Parameter(lean.embedding.plain().detach().clone())  # a clone: it may be mapped from the file
         super().__init__(config, Embedding(table), dtype=table.dtype)
         self.layers, self.norm, self.head = nn.ModuleList(lean.layers), lean.norm, lean.head

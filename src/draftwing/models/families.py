@@ -40,6 +40,7 @@ class LayerNames:
         """The names by module of a ``DecoderLayer``."""
         norms = {"input_norm": self.attention_in, "out_norm": self.attention_out, "post_norm": self.mlp_in}
         norms |= {"mlp_out_norm": self.mlp_out, "q_norm": self.q_norm, "k_norm": self.k_norm}
+        norms |= {"q_norm_all": self.q_norm, "k_norm_all": self.k_norm}
         found = {module: [name] for module, name in norms.items() if name is not None}
         matrices = {"qkv": [*self.qkv], "out": [self.out], "mlp.gate_up": [*self.gate_up], "mlp.down": [self.down]}
         return {**found, **matrices}
@@ -155,6 +156,11 @@ class Family:
 
     # Settings that no code here honours, and the values at which they change nothing.
     refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    @property
+    def is_changed_by_reading(self) -> bool:
+        """True if tensors are read in another form than they are stored in, so that they are not written back."""
+        return self.is_interleaved or self.is_latent or self.norm_offset != 0 or self.norm_bias
 
 
 _BIAS = Key("attention_bias", False)
