@@ -19,7 +19,8 @@ from draftwing.methods.base import BUDGET_ARGUMENT, Budget, Drafter
 from draftwing.methods.registry import drafter_maker
 from draftwing.models.adapter import AdapterTarget
 from draftwing.models.catalogue import default_model, entry_of
-from draftwing.models.config import LEAN_MODEL_TYPES, ModelConfig, read_config
+from draftwing.models.config import ModelConfig, read_config
+from draftwing.models.families import LEAN_MODEL_TYPES
 from draftwing.models.lean import LeanTarget
 from draftwing.models.paged import PAGE, check_memory
 from draftwing.models.resolve import resolve
@@ -145,7 +146,12 @@ def load_target(
     if not isinstance(engine, str) or engine not in ("auto", "lean", "transformers"):
         raise ConfigError(f"unknown engine {shown(engine)}: choose auto, lean or transformers")
     where, config = _device(device), read_config(folder)
-    lean = config.get("model_type") in LEAN_MODEL_TYPES
+    lean, reason = config.get("model_type") in LEAN_MODEL_TYPES, ""
+    if lean and engine == "auto":
+        try:
+            ModelConfig.from_hf(config, str(folder / "config.json"))
+        except UnsupportedError as error:  # a setting that only transformers honours
+            lean, reason = False, f" ({error})"
     is_lean = engine == "lean" or (engine == "auto" and lean)
     numbers = _dtype(dtype, config)
     if dtype == "auto" and is_lean and where.type == "cpu" and numbers.itemsize == 2:
@@ -158,7 +164,7 @@ def load_target(
     elif quantize is not None or arithmetic is not None:
         option, value = ("arithmetic", arithmetic) if quantize is None else ("quantize", quantize)
         raise UnsupportedError(
-            f"{option}={shown(value)} needs the lean decoder, and {folder} would run on transformers: "
+            f"{option}={shown(value)} needs the lean decoder, and {folder} would run on transformers{reason}: "
             f"{'choose engine=' + repr('lean') + ', or ' if lean else ''}leave {option} out"
         )
     else:
@@ -189,7 +195,11 @@ def check_kv_memory(
     values = read_config(folder)
     if values.get("model_type") not in LEAN_MODEL_TYPES or model.get("engine") == "transformers":
         return  # refused for another reason
-    config, dtype = ModelConfig.from_hf(values), _dtype(model.get("dtype", "float32"), values)
+    try:
+        config = ModelConfig.from_hf(values)
+    except UnsupportedError:
+        return  # refused for another reason
+    dtype = _dtype(model.get("dtype", "float32"), values)
     itemsize = 4 if device.type == "cpu" and dtype.itemsize == 2 else dtype.itemsize
     page_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize * PAGE
     check_memory(kv_memory, page_bytes, least_pages(budget or Budget()), device)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from draftwing.errors import ConfigError
 from draftwing.methods.block import BlockMethod, BlockNet, Guess
 from draftwing.methods.net import LAYER_FIELDS, PlainConfig
-from draftwing.models.attention import Attend, Attention
+from draftwing.models.attention import Attend, Attention, HeadTraits
 from draftwing.models.config import ModelConfig
 from draftwing.models.layers import ACTIVATIONS, DecoderLayer
 from draftwing.runtime.forward import NetShape
@@ -176,7 +176,7 @@ class BlockAttention(Attention):
         cis = self._net.rotary.cis(positions.repeat(self._rows), upto=self._length + self._net.num_masks + 2)
         return cis.view(-1, 1, self._net.config.rope.rotary_dim // 2)
 
-    def mix(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def mix(self, layer: int, traits: HeadTraits, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend: (R, heads, D) each -> (R, heads * D); for the features, only keep their keys and values."""
         q, k, v = (x.view(self._rows, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
         if self._mask is None:
