@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # uv installs packages in a fraction of pip's time, but does not read pip's settings: if it fails, pip is used.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help setup demo test test-all check docs format wheels clean
+.PHONY: help setup demo test test-all test-oldest test-newest check docs format wheels clean
 
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 11
@@ -32,9 +32,24 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 test: $(READY)  ## Run the test suite, some minutes on two cores.
 	$(PYTEST)
 
-test-all: $(READY)  ## Run everything: full products, other instruction sets, mutants.
+test-all: $(READY)  ## Run everything: full products, other instruction sets, mutants, oldest and newest packages.
 	$(PYTEST) -m ''
 	$(BIN)/python tools/mutants.py
+	$(MAKE) test-oldest test-newest
+
+# The lower bounds of pyproject.toml, and the newest releases. Old packages have no wheels for new versions of Python. If
+# PyTorch's index of CPU builds cannot be reached, both take gigabytes with CUDA.
+VERSIONS_oldest := --resolution lowest-direct
+VERSIONS_newest := --upgrade
+PYTHON_oldest := 3.11
+PYTHON_newest := $(BIN)/python
+UV := $(BIN)/python -m uv
+
+test-oldest test-newest: test-%: $(READY)
+	$(UV) venv --quiet --clear --python $(PYTHON_$*) .venv-$*
+	install="$(UV) pip install --quiet --python .venv-$* $(VERSIONS_$*) --editable .[dev]"; \
+	$$install --torch-backend auto || $$install
+	.venv-$*/bin/python -m pytest -n auto --dist worksteal
 
 check: $(READY) docs  ## Lint, types, import layers, prose, exports, README and docs.
 	$(BIN)/ruff check .
@@ -52,9 +67,10 @@ format: $(READY)  ## Format, and fix what ruff can.
 # Without a platform: the kernel is compiled on first use.
 WHEELS := "" manylinux_2_28_x86_64 manylinux_2_28_aarch64 macosx_12_0_arm64
 
-wheels: $(READY)  ## Build wheels in dist/, with compiled kernels; some minutes.
+wheels: $(READY)  ## Build wheels with compiled kernels, and the source distribution, in dist/; some minutes.
+	$(BIN)/python -m hatchling build -t sdist -d dist
 	set -e; for platform in $(WHEELS); do DRAFTWING_WHEEL=$$platform $(BIN)/python -m pip wheel --no-deps --wheel-dir dist .; done
 
 clean:  ## Remove the environment and caches; trained runs in build/ stay.
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache dist
+	rm -rf $(VENV) .venv-oldest .venv-newest .pytest_cache .ruff_cache .mypy_cache dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 import draftwing as dw
+import gguf_files
 from conftest import CHAT_TEMPLATE, PROCESS_SECONDS, TEXTS, add_tokenizer
 from draftwing.cli import main as cli
 from draftwing.cli import progress
@@ -23,6 +24,7 @@ from draftwing.cli import screen as console
 from draftwing.cli.options import Compared, Model
 from draftwing.errors import DraftwingWarning
 from draftwing.lab import compare as compare_module
+from draftwing.shipped import TOY
 from draftwing.train.trainer import Progress as TrainProgress
 
 PROMPT = TEXTS[0]
@@ -243,8 +245,24 @@ def test_a_head_that_ships_goes_by_its_name(tmp_path):
     assert shipped.exit_code == 0, shipped.output
     assert (tmp_path / "head" / "config.json").exists()
     assert run("doctor", "eagle3", "-t", "toy", "--no-measure").exit_code == 0
+    check_refused(run("import", "missing.gguf", tmp_path / "other"), "missing.gguf: there is no such file.")
     for command in (["doctor", "eagle4"], ["export", "eagle4", "-o", tmp_path / "other"]):
-        check_refused(run(*command, "-t", "toy"), "eagle4: there is no such folder", "eagle3, eagle1")
+        check_refused(run(*command, "-t", "toy"), "eagle4: there is no such folder. Did you mean eagle3 or eagle1?")
+    check_refused(
+        run("doctor", tmp_path / "haed", "-t", "toy"), f"Did you mean {tmp_path / 'head'}?", "or a name: eagle3"
+    )
+
+
+def test_commands_for_engines_with_a_gguf_target_can_work(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = gguf_files.write(TOY / "target", tmp_path / "my model.gguf")
+    done = run("export", TOY / "eagle3", "-t", file, "-o", "head", "--to", "vllm")
+    assert done.exit_code == 0, done.output
+    make, serve = map(shlex.split, done.stdout.splitlines())
+    assert run(*make[1:]).exit_code == 0
+    assert make[:2] == ["draftwing", "import"]
+    assert serve[:2] == ["vllm", "serve"]
+    assert (tmp_path / serve[2] / "config.json").exists()
 
 
 TREES = {

@@ -362,13 +362,12 @@ def test_the_commands_that_serve(tmp_path):
     )
     assert serve_command("sglang", "org/model", tmp_path / "a head", 5) == (
         "python -m sglang.launch_server --model-path org/model --speculative-algorithm EAGLE3 "
-        f"--speculative-draft-model-path '{tmp_path}/a head' --speculative-num-steps 5 --speculative-eagle-topk 4 "
-        "--speculative-num-draft-tokens 8"
+        f"--speculative-draft-model-path '{tmp_path}/a head' --speculative-num-steps 5 --speculative-eagle-topk 1 "
+        "--speculative-num-draft-tokens 6"
     )
     eagle1 = serve_command("sglang", "m", tmp_path / "one", 9)
     assert "--speculative-algorithm EAGLE " in eagle1
     assert eagle1.endswith("--speculative-num-draft-tokens 10")
-    assert serve_command("sglang", "m", tmp_path / "one", 1).endswith("--speculative-num-draft-tokens 5")
     with refused(ConfigError, "no engine serves the layout 'draftwing'", "vllm, speculators, sglang"):
         serve_command("draftwing", "m", tmp_path / "one", 3)
     with refused(ConfigError, "at least 1, found 0"):

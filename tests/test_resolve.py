@@ -239,6 +239,23 @@ def test_a_misspelt_name(text, monkeypatch):
             resolve(text)
 
 
+def test_a_misspelt_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    (tmp_path / "models" / "tiny.gguf").touch()
+    for text, meant in {
+        "models/mime": "models/mine",
+        "model/mine": "models/mine",
+        "./models/tini.gguf": "models/tiny.gguf",
+        f"{tmp_path}/models/mien": f"{tmp_path}/models/mine",
+    }.items():
+        with refusal(f"{text}: ", f"Did you mean {meant}?"):
+            resolve(Path(text) if text.startswith("model") else text)
+    with pytest.raises(CheckpointError) as caught:
+        resolve(Path("other/mine"))
+    assert "Did you mean" not in str(caught.value)
+
+
 # --- what comes with a name ------------------------------------------------------------------------------------------
 
 

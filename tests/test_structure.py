@@ -8,6 +8,8 @@ import tomllib
 from functools import cache
 from pathlib import Path
 
+import yaml
+
 import draftwing
 
 ROOT = Path(__file__).parents[1]
@@ -98,7 +100,46 @@ def test_public_names():
 
 
 def test_the_version_is_one():
-    assert f'version = "{draftwing.__version__}"' in (ROOT / "pyproject.toml").read_text()
+    version = draftwing.__version__
+    assert f'version = "{version}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    released = re.search(rf"^## {re.escape(version)} \((.+)\)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert released
+    assert f"\ndate-released: {released[1]}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_targets_that_are_named_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    targets = {target for line in re.findall(r"^([a-z][a-z -]*):", makefile, re.M) for target in line.split()}
+    named = [
+        (page.name, *found)
+        for page in ROOT.glob("*.md")
+        for found in re.findall(r"`make ([a-z-]+)()", page.read_text())
+    ]
+    workflows = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+    for path in workflows:
+        for job in yaml.safe_load(path.read_text())["jobs"].values():
+            for step in job["steps"]:
+                for target, axis in re.findall(r"\bmake ([a-z-]+)(?:\$\{\{ matrix\.(\w+) \}\})?", step.get("run", "")):
+                    ends = job["strategy"]["matrix"][axis] if axis else [""]
+                    named += [(path.name, target, end) for end in ends]
+    assert {"test.yml", "release.yml"} <= {name for name, *_ in named}
+    assert not [each for each in named if f"{each[1]}{each[2]}" not in targets]
+
+
+def test_extras_that_are_named_exist():
+    """Messages are read where Draftwing is installed, docs where it is not: nothing is published."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    found = {
+        (path, package, extra)
+        for path in [*pages, *SOURCE.rglob("*.py")]
+        for package, names in re.findall(r"(draftwing|\.(?:whl)?)\[([a-z,]+)\]'", path.read_text())
+        for extra in names.split(",")
+    }
+    assert {extra for _, _, extra in found} >= {"train", "serve", "grammar", "lab", "all"}
+    assert not [each for each in found if each[2] not in extras]
+    assert not [path for path, package, _ in found if path in pages and package == "draftwing"]
 
 
 def test_scripts_import_nothing_that_is_not_there():

@@ -149,7 +149,7 @@ def test_every_set_of_a_small_space_is_tried_once():
 
 def test_without_optuna(monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with refused(UnsupportedError, "tuning needs optuna", "pip install 'draftwing[tune]'", "--exits"):
+    with refused(UnsupportedError, "tuning needs optuna", "pip install 'draftwing[lab]'", "--exits"):
         search(3, lambda parts: 0.0, 5)
 
 

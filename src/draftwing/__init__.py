@@ -56,7 +56,7 @@ __all__ = [
     "load",
     "register",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # The module of each name, imported at first use: torch takes seconds, and ``draftwing --help`` needs none of it.
 _HOMES = {

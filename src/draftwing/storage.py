@@ -7,6 +7,7 @@ and files are accessed through it: replacing the folder after the check has no e
 
 from __future__ import annotations
 
+import difflib
 import errno
 import json
 import os
@@ -47,6 +48,20 @@ def exists(path: str | Path) -> bool:
         return Path(path).expanduser().exists()
     except (OSError, RuntimeError, ValueError):  # too long, an unknown user's home, a null character
         return False
+
+
+def similar_paths(path: str | Path) -> list[str]:
+    """Return at most two existing paths that a missing one may be a misspelling of, best first."""
+    parts = Path(path).expanduser().parts
+    for index in range(len(parts)):
+        if not exists(Path(*parts[: index + 1])):
+            parent = Path(*parts[:index])
+            with suppress(OSError, ValueError):
+                close = difflib.get_close_matches(parts[index], os.listdir(parent), n=2, cutoff=0.65)
+                found = [Path(parent, name, *parts[index + 1 :]) for name in close]
+                return [str(path) for path in found if path.exists()]
+            break
+    return []
 
 
 def check_regular(path: Path) -> None:

@@ -223,7 +223,7 @@ def build(
     """Make a datastore of texts like those that the target will write; `--draft FOLDER` then drafts from it.
 
     It holds the texts as ids of the target's tokenizer (no weights are read), and 8 bytes on disk for each token.
-    `pip install 'draftwing[datastore]'` sorts large ones several times as fast.
+    `pip install 'draftwing[train]'` sorts large ones several times as fast.
 
     Examples:
 

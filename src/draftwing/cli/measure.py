@@ -388,7 +388,7 @@ def layers(model: Model, search: Search, as_json: bool = JSON) -> None:
     """Find the layers that a target can skip while it drafts for itself (Draft & Verify, 2309.08168).
 
     Bayesian optimisation chooses the attentions and MLPs to skip, from texts of the target and times on this machine.
-    Needs `pip install 'draftwing[tune]'` except with --exits. Ctrl-C keeps the best set so far, and the same command
+    Needs `pip install 'draftwing[lab]'` except with --exits. Ctrl-C keeps the best set so far, and the same command
     continues.
 
     Examples:

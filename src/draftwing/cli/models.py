@@ -13,7 +13,7 @@ from draftwing.cli.options import DRAFT, JSON, Model, argument, option, with_opt
 from draftwing.cli.progress import progress
 from draftwing.cli.screen import print_line
 from draftwing.errors import CheckpointError, ConfigError
-from draftwing.models.catalogue import CATALOGUE, Hub, Shipped, Wheel, entry_named, entry_of
+from draftwing.models.catalogue import CATALOGUE, Hub, Shipped, Wheel, entry_named
 
 if TYPE_CHECKING:
     from draftwing.models.catalogue import Entry
@@ -180,7 +180,7 @@ def import_(
     from draftwing.models.resolve import resolve
 
     path = Path(file)
-    if entry_of(file) is not None:
+    if not path.exists():  # a name, or an error that says what is meant
         folder = resolve(file)
         path = folder / LINK
         if not path.exists():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import shlex
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -28,6 +30,7 @@ from draftwing.cli.screen import format_alpha, print_line, print_table
 from draftwing.errors import CheckpointError, ConfigError, DraftwingError
 from draftwing.methods.registry import training_methods
 from draftwing.models.catalogue import entry_of
+from draftwing.storage import similar_paths
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -347,11 +350,10 @@ def export(
     entry = entry_of(target)  # engines do not know our names
     served = str(target if entry is None else fetch(entry))
     if served.endswith(".gguf"):
-        screen.line(
-            f"the target is a GGUF file, which engines read in part or not at all: `draftwing import {served} FOLDER` "
-            f"writes a folder with the same numbers; serve that",
-            "yellow",
-        )
+        screen.line("engines read GGUF files in part or not at all: the first command makes a folder of it", "yellow")
+        folder = f"{out}-target"
+        print(f"draftwing import {shlex.quote(served if entry is None else entry.name)} {shlex.quote(folder)}")
+        served = folder
     print(serve_command(to, served, out, depth))
 
 
@@ -363,8 +365,10 @@ def _head_folder(head: Path, target: str | None) -> Path:
     shipped = {} if entry is None else entry.heads
     if str(head) in shipped and entry is not None:
         return entry.head(str(head))
+    close = [*similar_paths(head), *difflib.get_close_matches(str(head), shipped, n=2)]
+    hint = f"Did you mean {' or '.join(close)}? " if close else ""
     names = f", or a name: {', '.join(shipped)}" if shipped else ""
-    raise CheckpointError(f"{head}: there is no such folder. Give the folder of a head{names}.")
+    raise CheckpointError(f"{head}: there is no such folder. {hint}Give the folder of a head{names}.")
 
 
 def _target_id(target: str | None) -> Any:

@@ -357,7 +357,6 @@ def write_folder(
 
 # The engine that serves each layout; ours and EAGLE's have no server.
 SERVED_BY = {"vllm": "vllm", "speculators": "vllm", "sglang": "sglang"}
-BRANCHING = 4  # children of each node of SGLang's tree; vLLM drafts chains
 
 
 def convert(
@@ -412,15 +411,13 @@ def _command(to: str, target: str, folder: str, version: int, depth: int) -> str
     if SERVED_BY[to] == "vllm":
         # Without a method vLLM guesses it from the folder's name.
         return _vllm(target, "eagle" if version == 1 else "eagle3", folder, depth)
-    # More tokens than the tree has nodes would be an error, and fewer than the depth waste steps.
-    tokens = max(depth + 1, min(8, 1 + BRANCHING * depth))
     options = {
         "--model-path": target,
         "--speculative-algorithm": "EAGLE" if version == 1 else "EAGLE3",
         "--speculative-draft-model-path": folder,
         "--speculative-num-steps": str(depth),
-        "--speculative-eagle-topk": str(BRANCHING),
-        "--speculative-num-draft-tokens": str(tokens),
+        "--speculative-eagle-topk": "1",  # a chain, as vLLM drafts
+        "--speculative-num-draft-tokens": str(depth + 1),  # with the target's own
     }
     return "python -m sglang.launch_server " + " ".join(f"{key} {shlex.quote(value)}" for key, value in options.items())
 

@@ -191,7 +191,7 @@ def search(
         import optuna
     except ImportError as error:
         raise UnsupportedError(
-            f"tuning needs optuna, which is not installed ({error}): run `pip install 'draftwing[tune]'`, or try only "
+            f"tuning needs optuna, which is not installed ({error}): run `pip install 'draftwing[lab]'`, or try only "
             f"early exits (--exits), which do not need it"
         ) from error
     optuna.logging.set_verbosity(logging.WARNING)

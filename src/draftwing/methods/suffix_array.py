@@ -152,7 +152,7 @@ def join_texts(texts: Iterable[Sequence[int] | Ids]) -> Ids:
 def sort_suffixes(tokens: Ids) -> Order:
     """Return the starts of the suffixes of ``tokens`` in lexicographic order; a prefix sorts before longer suffixes.
 
-    Uses pydivsufsort (``pip install 'draftwing[datastore]'``) if installed, else prefix doubling in NumPy, which takes
+    Uses pydivsufsort (``pip install 'draftwing[train]'``) if installed, else prefix doubling in NumPy, which takes
     several times as long and more memory.
     """
     if len(tokens) < 2:

@@ -28,7 +28,7 @@ from pathlib import Path
 from draftwing.errors import CheckpointError, shown
 from draftwing.models.catalogue import Entry, Hub, Shipped, Wheel, close_names, default_model, entry_of
 from draftwing.shipped import shipped_folder
-from draftwing.storage import Folder, cache_folder, exists, open_folder, private_folder
+from draftwing.storage import Folder, cache_folder, exists, open_folder, private_folder, similar_paths
 
 
 def resolve(model: str | Path | None, revision: str | None = None) -> Path:
@@ -146,8 +146,10 @@ def _short(text: str) -> str:
 
 
 def _hint(text: str) -> str:
-    close = close_names(text)
-    return f"Did you mean {' or '.join(close)} (see `draftwing models`)? " if close else ""
+    if paths := similar_paths(text):
+        return f"Did you mean {' or '.join(paths)}? "
+    names = close_names(text)
+    return f"Did you mean {' or '.join(names)} (see `draftwing models`)? " if names else ""
 
 
 # --- the Hugging Face Hub --------------------------------------------------------------------------------------------

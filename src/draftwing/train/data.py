@@ -22,7 +22,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from torch import Tensor
 
 from draftwing.errors import ConfigError, DataError, TokenizerError, shown
-from draftwing.storage import parse_json
+from draftwing.storage import parse_json, similar_paths
 from draftwing.text.prompts import FORMS, Message, is_record, read_record
 from draftwing.text.tokenizer import Tokenizer
 
@@ -72,7 +72,9 @@ def find_files(
                 raise DataError(f"{source}: this folder has no file to read: check the path and what is excluded")
             files += inside
         elif not source.exists():
-            raise DataError(f"{source}: there is no such file or folder: check the path")
+            close = similar_paths(source)
+            fix = f"did you mean {' or '.join(close)}?" if close else "check the path"
+            raise DataError(f"{source}: there is no such file or folder: {fix}")
         elif source.stat().st_size == 0:
             raise DataError(f"{source}: this file is empty: give one with text or dialogues")
         elif source.resolve() == output:
