@@ -58,7 +58,7 @@ check: $(READY) docs  ## Lint, types, import layers, prose, exports, README and 
 	$(BIN)/python -m pytest tests/test_structure.py tests/test_prose.py tests/test_readme.py
 
 docs: $(READY)  ## Build the documentation site in build/site; half a minute.
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(READY)  ## Format, and fix what ruff can.
 	$(BIN)/ruff check --fix .

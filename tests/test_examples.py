@@ -125,7 +125,7 @@ def check_train_in_15_minutes(text):
     assert "user: " in text
     assert "assistant: " in text
     assert re.search(r"^update 8: held-out loss \d+\.\d+, tau [1-6]\.\d+", text, re.M)
-    assert re.search(r"head \(eagle1\).*yes \(10 of 10\)", text)
+    assert re.search(r"eagle1 \(head\).*yes \(10 of 10\)", text)
 
 
 @pytest.mark.full
