@@ -141,8 +141,12 @@ def load_target(
     engine: str = "auto",
     name: str | None = None,
     prepack: bool = True,
+    layers: bool = True,
 ) -> Target:
-    """Load a folder as a ``Target``. See ``load``; ``prepack=False`` keeps the weights as tensors."""
+    """Load a folder as a ``Target``. See ``load``; ``prepack=False`` keeps the weights as tensors.
+
+    ``layers=False`` loads only embedding, final norm and LM head, of native families (see ``Target.has_layers``).
+    """
     if not isinstance(engine, str) or engine not in ("auto", "lean", "transformers"):
         raise ConfigError(f"unknown engine {shown(engine)}: choose auto, lean or transformers")
     where, config = _device(device), read_config(folder)
@@ -159,7 +163,13 @@ def load_target(
     model: Target
     if is_lean:
         model = LeanTarget.from_folder(
-            folder, numbers, where, prepack=prepack, name=name, quantize=quantize, arithmetic=arithmetic
+            folder, numbers, where,
+            prepack=prepack, name=name, quantize=quantize, arithmetic=arithmetic, layers=layers,
+        )  # fmt: skip
+    elif not layers:
+        raise UnsupportedError(
+            f"only native families can be loaded without their layers, and {folder} would run on transformers{reason}: "
+            f"load all of it"
         )
     elif quantize is not None or arithmetic is not None:
         option, value = ("arithmetic", arithmetic) if quantize is None else ("quantize", quantize)

@@ -1,4 +1,4 @@
-"""``draftwing data regenerate | cache`` and ``draftwing datastore build | info``: training data and retrieval data."""
+"""``draftwing data regenerate | cache | import-states``, and ``draftwing datastore build | info``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from draftwing.methods.suffix_array import Store
     from draftwing.sampling import Sampling
 
-data_app = typer.Typer(no_args_is_help=True, help="Prepare training data: `regenerate`, `cache`.")
+data_app = typer.Typer(no_args_is_help=True, help="Prepare training data: `regenerate`, `cache`, `import-states`.")
 datastore_app = typer.Typer(
     no_args_is_help=True, help="Build and describe datastores for retrieval (REST): `build`, `info`."
 )
@@ -209,6 +209,75 @@ def cache(
     screen.line(f"wrote {done.num_shards - done.num_kept} shards to {out}; {done.num_kept} were there")
     settings = f"--max-length {max_length} --validation-share {validation_share}"
     screen.line(f"train on it: draftwing train {taps.method} ... --cache {out} {settings}", "dim")
+
+
+@data_app.command("import-states")
+@with_options
+def import_states(
+    data: Data,
+    taps: TapOptions,
+    folder: Path = argument(..., "Folder of the files that the engine wrote (vLLM's shared_storage_path)."),
+    engine: str = option(..., "The engine: vllm (its method extract_hidden_states).", "--from"),
+    out: Path = option(..., "Folder of the cache: run again to continue.", "-o"),
+    target: str | None = TARGET,
+    layer_ids: str | None = option(
+        None, "vLLM's eagle_aux_hidden_state_layer_ids. [default: the method's taps, and the number of layers]"
+    ),
+    dtype: str = option("bfloat16", "Data type of the target.", expert=True),
+    device: str | None = option(None, "cpu or cuda. [default: cuda if available]"),
+    as_json: bool = JSON,
+) -> None:
+    """Make a cache for `draftwing train --cache` of hidden states that another engine wrote, on any number of nodes.
+
+    `--data` has the dialogues that the engine read, whose answers count in the loss; without it every token counts. Of
+    the target only the embedding, the final norm and the LM head are read.
+
+    Examples:
+
+    - `draftwing data import-states states --from vllm -t path/or/hub-id --data answers.jsonl -o features`
+    - `draftwing data import-states states --from vllm -t path/or/hub-id --layer-ids 2,18,33,36 -o features`
+    - `draftwing train eagle3 -t path/or/hub-id --cache features --ends-only --minutes 60 -o head`
+    """
+    from draftwing.formats.identity import target_id
+    from draftwing.loading import load_target
+    from draftwing.models.lean import LeanTarget
+    from draftwing.models.resolve import resolve
+    from draftwing.text.tokenizer import Tokenizer
+    from draftwing.train.data import read_examples
+    from draftwing.train.vllm_states import import_states as run
+
+    if engine != "vllm":
+        raise ConfigError(f"--from must be vllm, found {shown(engine)}")
+    choose, layers, place = taps.chooser(), parse_taps(layer_ids, "--layer-ids"), resolve(target)
+    tokenizer = Tokenizer(place)
+    name = target or default_model()
+    model = load_target(place, dtype=dtype, device=device, name=name, prepack=False, layers=False)
+    assert isinstance(model, LeanTarget)  # others cannot be loaded without layers
+    dialogues = None
+    if data.sources:
+        with progress("reading the data") as on_data:
+            corpus = read_examples(
+                data.sources, tokenizer, max_length=model.max_length, exclude=data.exclude, on_progress=on_data
+            )
+        dialogues = corpus.examples
+    with progress("reading the states, files") as on_progress:
+        done = run(
+            folder, out, model, choose(model.num_layers),
+            identity=target_id(model, tokenizer), layers=layers, dialogues=dialogues, on_progress=on_progress,
+        )  # fmt: skip
+    if as_json:
+        screen.print_json({"out": str(out), **asdict(done)})
+        return
+    screen.line(f"{out} has {done.num_rows} rows, {done.size}; {done.num_kept} were there")
+    if done.agreement is not None:
+        screen.line(
+            f"the LM head predicts {done.agreement:.0%} of the tokens that count: near 0 if the layers or the target "
+            f"are not those that vLLM ran"
+        )
+    if done.skipped:
+        where, why = done.skipped[0]
+        screen.line(f"{len(done.skipped)} files were left out, the first {where}: {why}", "yellow")
+    screen.line(f"train on it: draftwing train {taps.method} ... --cache {out} --ends-only", "dim")
 
 
 @datastore_app.command("build")

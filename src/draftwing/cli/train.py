@@ -49,7 +49,14 @@ class Run:
     target: str | None = TARGET
     cache: Path | None = option(
         None,
-        "Features of `draftwing data cache` (with its --data) or `draftwing data regenerate --features` (without).",
+        "Features of `draftwing data cache` (with its --data), or of `data regenerate --features` or `data "
+        "import-states` (without).",
+    )
+    ends_only: bool = option(
+        False,
+        "With --cache: load no more of the target than embedding, norm and LM head. tau is not measured.",
+        "--ends-only",
+        expert=True,
     )
     init_from: Path | None = option(None, "Start from this head, in any layout, or from this draft model.")
     licence: str | None = option(None, "Licence for the head's card, such as Apache-2.0.")
@@ -118,7 +125,9 @@ def train(
     options = TrainOptions(method, save_every=50, **{**asdict(training), "taps": parse_taps(training.taps)})
     with progress.progress("reading the data") as on_data:
         files = RunFiles(run.target, data.sources, data.exclude, run.cache, run.init_from, run.licence)
-        session = prepare(files, options, run.out, dtype=run.dtype, device=run.device, on_data=on_data)
+        session = prepare(
+            files, options, run.out, dtype=run.dtype, device=run.device, layers=not run.ends_only, on_data=on_data
+        )
     is_main = session.trainer.accelerator.is_main_process
     if is_main:
         screen.line(session.describe(), "dim")
@@ -126,7 +135,7 @@ def train(
     if not is_main:
         return
     finished = done.iteration >= done.iterations
-    if finished and run.forecast_prompts:
+    if finished and run.forecast_prompts and not run.ends_only:
         _collect_statistics(session, run.forecast_prompts)
     head, curves = run.out / "head", draw_curves(run.out)
     if as_json:

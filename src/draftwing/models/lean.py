@@ -505,6 +505,7 @@ class LeanTarget(Target):
         self.dtype, self.device = dtype or net.dtype, net.device
         self.eos_ids = config.eos_ids
         self.applies_match = runtime.name == "kernel"
+        self.has_layers = bool(net.layers)
 
     @classmethod
     def from_folder(
@@ -519,6 +520,7 @@ class LeanTarget(Target):
         fast: bool = False,
         expand: bool = False,
         arithmetic: str | None = None,
+        layers: bool = True,
     ) -> LeanTarget:
         """Load a Hugging Face folder.
 
@@ -530,6 +532,7 @@ class LeanTarget(Target):
             fast: quantise if the CPU kernel is faster that way: for a draft model, whose distribution is not output.
             expand: convert weights to float32.
             arithmetic: "float32" or "int8" products with GGUF blocks; None is int8 if the CPU kernel runs them.
+            layers: False loads only embedding, final norm and LM head (see ``Target.has_layers``).
         """
         device = torch.device(device)
         check_quantize(quantize, dtype, device)
@@ -545,10 +548,12 @@ class LeanTarget(Target):
         layout = replace(layout, expand=expand, arithmetic=arithmetic or "int8")
         reader = Reader(open_weights(folder), states, device, layout)
         with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:  # packing is bound by memory traffic
-            layers = list(pool.map(partial(read_layer, reader, config), range(config.num_layers)))
+            numbers = range(config.num_layers if layers else 0)
+            decoder_layers = list(pool.map(partial(read_layer, reader, config), numbers))
         norm = read_norm(reader, config, "model.norm", config.hidden_size)
         embedding, head = _read_ends(reader, config)
-        unused = [key for key in reader.files.unused(reader.used) if not key.endswith("rotary_emb.inv_freq")]
+        unused = reader.files.unused(reader.used) if layers else []
+        unused = [key for key in unused if not key.endswith("rotary_emb.inv_freq")]
         if unused and num_modules(source, where):  # MTP modules in the same files, for `--draft mtp`
             modules = module_names(source, unused, where)
             unused = [key for key in unused if modules is None or not modules.owns(key)]
@@ -558,7 +563,8 @@ class LeanTarget(Target):
                 f"is config.json that of another model?"
             )
         rotary = rotary_of(config, states, device)
-        target = cls(TappedNet(config, embedding, layers, norm, head, rotary), runtime, name or folder.name, dtype)
+        net = TappedNet(config, embedding, decoder_layers, norm, head, rotary)
+        target = cls(net, runtime, name or folder.name, dtype)
         if arithmetic == "int8" and not any(matrix.has_levels for matrix in target.matrices):
             raise UnsupportedError(
                 f"arithmetic='int8' is for GGUF files in {', '.join(BLOCKS)} that the CPU kernel runs in float32, and "
@@ -568,7 +574,7 @@ class LeanTarget(Target):
 
     @property
     def quantized(self) -> str | None:
-        return self.net.layers[0].qkv.quantized
+        return self.net.layers[0].qkv.quantized if self.has_layers else None
 
     @property
     def matrices(self) -> list[Linear]:
@@ -610,6 +616,8 @@ class LeanTarget(Target):
         self.runs = record_with(self.runs, record, is_dense=self.config.moe is None)
 
     def _tapped(self, taps: tuple[int, ...]) -> TappedNet:
+        if not self.has_layers:
+            raise UnsupportedError(f"{self.name} was loaded without its layers and runs no text: load all of it")
         return self._nets.setdefault(taps, replace(self.net, taps=taps))
 
     def new_context(self, features: FeatureSpec = NO_FEATURES) -> LeanContext:

@@ -115,21 +115,33 @@ def prepare(
     *,
     dtype: str = "bfloat16",
     device: str | None = None,
+    layers: bool = True,
     on_data: OnProgress | None = None,
 ) -> Session:
-    """Load the target (in ``dtype``) and the data, and make the net; ``on_data`` gets the bytes read and the total."""
+    """Load the target (in ``dtype``) and the data, and make the net.
+
+    Args:
+        layers: False loads only the target's embedding, final norm and LM head: a cache has the features, and tau is
+            not measured.
+        on_data: called with the bytes read and the total.
+    """
     for package in ("accelerate", "tensorboard", "matplotlib"):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"training needs the package {package}: run pip install 'draftwing[train]'")
     from accelerate import Accelerator
 
+    if not layers and (files.cache is None or options.own_text):
+        raise ConfigError(
+            "training: the target's layers are needed without a cache, and for own_text: give --cache and no "
+            "--own-text, or load all of the target (drop --ends-only)"
+        )
     accelerator = Accelerator(mixed_precision=options.precision, cpu=device == "cpu")
     torch.manual_seed(options.seed)
     folder = resolve(files.target)
     tokenizer = Tokenizer(folder)
     training, validation, cache, held_cache = _read_data(files, options, tokenizer, on_data)
     name = str(files.target or default_model())
-    target = load_target(folder, dtype=dtype, device=device, name=name, prepack=False)
+    target = load_target(folder, dtype=dtype, device=device, name=name, prepack=False, layers=layers)
     identity = target_id(target, tokenizer)
     if cache is not None:
         cache.check(target, identity)
