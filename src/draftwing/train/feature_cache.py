@@ -61,7 +61,7 @@ MIN_COMPARED_TOKENS = 16  # the states of first tokens are similar in many model
 # Share of a row's best tokens that the LM head finds again in its states: near 1, or near 0 with other weights.
 MIN_SAME_BEST = 0.5
 _MAKE = "`draftwing data cache`"
-_REPAIR = f"the {_MAKE} or `data regenerate` that made the cache again: it makes what is missing"
+_REPAIR = f"the {_MAKE}, `data regenerate` or `data import-states` that made the cache again: it makes what is missing"
 _KEPT = "; whole shards stay, and the same command continues from there"
 
 
