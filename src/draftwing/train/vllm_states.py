@@ -33,6 +33,8 @@ from draftwing.train.data import Example, OnProgress
 from draftwing.train.feature_cache import GROWING_SHARD_BYTES, CacheRow, CacheSize, GrowingCache
 from draftwing.train.features import best_tokens
 
+DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors names of floating-point types
+
 
 @dataclass(frozen=True)
 class Imported:
@@ -112,7 +114,7 @@ def import_states(
             elif not mask.any():
                 skipped.append((str(path), "none of its tokens is part of an answer"))
             elif key not in cache.old_rows:
-                rows[key] = row = _row(path, Example(tokens, mask), states[:, columns], target)
+                rows[key] = row = _row(path, Example(tokens, mask), states[:][:, columns], target)
                 num_counted += int(mask.sum())
                 num_right += int((row.best[:-1] == tokens[1:])[mask[1:]].sum())
             elif np.array_equal(cache.old_rows[key].mask, mask):
@@ -139,8 +141,8 @@ def import_states(
     )
 
 
-def _read(path: Path, num_layers: int, target: LeanTarget) -> tuple[np.ndarray, Tensor]:
-    """Return (T,) int32 token ids and (T, L, H) states of a file that fits the target."""
+def _read(path: Path, num_layers: int, target: LeanTarget) -> tuple[np.ndarray, Any]:
+    """Return (T,) int32 token ids and (T, L, H) states, not read yet, of a file that fits the target."""
     try:
         file: Any = safe_open(path, framework="pt", device="cpu")
         names = set(file.keys())
@@ -149,16 +151,16 @@ def _read(path: Path, num_layers: int, target: LeanTarget) -> tuple[np.ndarray, 
                 f"{path}: expected hidden_states and token_ids, found {', '.join(sorted(names)) or 'nothing'}: give a "
                 f"folder with nothing but the output of vLLM's extract_hidden_states"
             )
-        ids, states = file.get_tensor("token_ids"), file.get_tensor("hidden_states")
+        ids, states = file.get_tensor("token_ids"), file.get_slice("hidden_states")
+        shape, dtype = tuple(states.get_shape()), states.get_dtype()
     except (SafetensorError, OSError, RuntimeError, ValueError) as error:
         raise DataError(
             f"{path}: expected a whole file of hidden states, found a damaged or unfinished one ({error}): wait until "
             f"vLLM has ended, or delete it and let vLLM write it again"
         ) from error
-    shape = tuple(states.shape)
-    if ids.ndim != 1 or ids.is_floating_point() or len(shape) != 3 or not states.is_floating_point():
+    if ids.ndim != 1 or ids.is_floating_point() or len(shape) != 3 or dtype not in DTYPES:
         raise DataError(
-            f"{path}: expected hidden_states (T, L, H) and token_ids (T,), found {shape} of {states.dtype} and "
+            f"{path}: expected hidden_states (T, L, H) and token_ids (T,), found {shape} of {dtype} and "
             f"{tuple(ids.shape)} of {ids.dtype}: is this the output of vLLM's extract_hidden_states?"
         )
     if not len(ids) or shape[0] != len(ids):
@@ -168,8 +170,8 @@ def _read(path: Path, num_layers: int, target: LeanTarget) -> tuple[np.ndarray, 
         )
     if shape[1] != num_layers:
         raise DataError(
-            f"{path}: has {shape[1]} layers, and {num_layers} were expected: give what "
-            f"vLLM had as eagle_aux_hidden_state_layer_ids (--layer-ids)"
+            f"{path}: has {shape[1]} layers, and {num_layers} were expected: give what vLLM had as "
+            f"eagle_aux_hidden_state_layer_ids (--layer-ids)"
         )
     if shape[2] != target.hidden_size:
         raise DataError(
