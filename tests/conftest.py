@@ -23,6 +23,7 @@ os.environ["DRAFTWING_MODEL"] = "toy"  # the default model is a download
 # pytest-xdist, tools/mutants.py) inherit the variable: they share the cache, and the compiled kernel in it.
 os.environ["DRAFTWING_CACHE"] = os.environ.get("DRAFTWING_TEST_CACHE") or tempfile.mkdtemp(prefix="draftwing-test-")
 
+os.environ["HF_HUB_CACHE"] = os.path.join(os.environ["DRAFTWING_CACHE"], "hub")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process that a test starts compiles the whole package
 
 import pytest

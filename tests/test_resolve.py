@@ -235,7 +235,7 @@ def test_a_misspelt_name(text, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     for _ in range(len(errors)):
-        with refusal(f"{text}: ", f"Did you mean {meant} (see `draftwing models`)?"):
+        with refusal(f"{text}: ", f"Did you mean {meant} (see `draftwing list`)?"):
             resolve(text)
 
 

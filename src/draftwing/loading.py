@@ -85,7 +85,7 @@ def load(
     """Load a target and a drafter.
 
     Args:
-        target: a folder, a GGUF file, a hub id, or a name of the catalogue (``draftwing models``), which is downloaded
+        target: a folder, a GGUF file, a hub id, or a name of the catalogue (``draftwing list``), which is downloaded
             once; None is the default chat model.
         draft: an EAGLE head (in any layout) or a smaller causal LM with the same tokenizer, given like a target;
             ``"lookup"`` or ``"none"``; for long texts ``"self-window"`` or ``"self-snapkv"``; several at once as

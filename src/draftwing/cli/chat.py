@@ -25,6 +25,7 @@ from draftwing.cli.options import (
     ChatSampling,
     Drafting,
     Model,
+    argument,
     best_head,
     drafts_without_path,
     option,
@@ -43,11 +44,13 @@ def chat(
     model: Model,
     drafting: Drafting,
     sampling: ChatSampling,
+    name: str | None = argument(None, "The model, instead of --target.", metavar="[MODEL]"),
+    prompt: str | None = argument(None, "Answer this question only."),
     draft: str | None = DRAFT,
     system: str | None = option(None, "The system message."),
     as_json: bool = option(False, "Print one JSON object per answer and line.", "--json"),
 ) -> None:
-    """Chat with a model; tokens that were accepted at once from a draft are coloured.
+    """Chat with a model; tokens that were accepted at once from a draft are coloured. `run` and `chat` are the same.
 
     `/help` lists the commands: statistics, another draft, temperature, seed, saving, and more. Ctrl-C stops an answer
     and keeps its beginning; Ctrl-D ends the chat. A line that ends with a backslash continues in the next one; Tab
@@ -57,13 +60,20 @@ def chat(
     Examples:
 
     - `draftwing chat`
-    - `draftwing chat --target path/or/hub-id --draft lookup --temperature 0.7 --system "Answer briefly."`
+    - `draftwing run smollm2-135m-instruct "Why is the sky blue?"`
+    - `draftwing chat path/or/hub-id --draft lookup --temperature 0.7 --system "Answer briefly."`
     - `printf 'What is rain?\\nAnd snow?\\n' | draftwing chat --json`
     """
     from draftwing.dialogue import Dialogue
 
+    if name is not None:
+        if model.target is not None:
+            raise ConfigError(
+                f"the model is named twice, {shown(name)} and --target {shown(model.target)}: leave one out"
+            )
+        model = replace(model, target=name)
     checked = sampling.to_sampling()
-    lines = _Lines()
+    lines = _Lines(prompt)
     if lines.are_typed and not as_json:
         screen.line(f"loading {model.name} ...", "dim")
     lm = model.load(draft, drafting)
@@ -78,10 +88,12 @@ def chat(
 
 
 class _Lines:
-    """Reads lines from the keyboard, with a history, or from a pipe. A pasted text is one line."""
+    """Reads lines from the keyboard, with a history, or from a pipe; or only ``prompt``. A pasted text is one line."""
 
-    def __init__(self) -> None:
-        self.are_typed = sys.stdin is not None and sys.stdin.isatty()
+    def __init__(self, prompt: str | None = None) -> None:
+        self._given = None if prompt is None else [prompt]
+        self.are_typed = prompt is None and sys.stdin is not None and sys.stdin.isatty()
+        self.are_visible = self.are_typed or prompt is not None
         if self.are_typed:
             with suppress(ImportError):  # Windows has none
                 import readline  # gives input() a history and line editing
@@ -103,6 +115,8 @@ class _Lines:
 
     def next(self) -> str | None:
         """Return the next line with its continuations; None at the end."""
+        if self._given is not None:
+            return self._given.pop() if self._given else None
         line = self._read("> ")
         while line is not None and line.endswith("\\"):
             line = line[:-1] + "\n" + (self._read("... ") or "")
@@ -164,7 +178,7 @@ class _Conversation:
                     if self._are_typed:
                         note("")
                     return
-                if not self._are_typed and self._screen.is_terminal and line.strip():
+                if not lines.are_visible and self._screen.is_terminal and line.strip():
                     note(f"> {line}", "bold")
                 self._take(line.strip())
             except KeyboardInterrupt:
@@ -190,8 +204,8 @@ class _Conversation:
         if name not in self._commands:
             names = ", ".join(self._commands)
             raise ConfigError(f"there is no command {shown(name)}: the commands are {names}. Or ask something.")
-        argument, _, command = self._commands[name]
-        if text.strip() and not argument:
+        parameter, _, command = self._commands[name]
+        if text.strip() and not parameter:
             raise ConfigError(f"{name} takes no argument, found {shown(text.strip())}: leave it out")
         command(text.strip())
 
@@ -226,8 +240,8 @@ class _Conversation:
         self._screen.note(" | ".join(parts))
 
     def _help(self, _: str) -> None:
-        for name, (argument, text, _command) in self._commands.items():
-            self._screen.note(f"{f'{name} {argument}':15} {text}", "")
+        for name, (parameter, text, _command) in self._commands.items():
+            self._screen.note(f"{f'{name} {parameter}':15} {text}", "")
         self._screen.note(
             "Ctrl-C stops an answer and keeps its beginning. A line that ends with \\ continues in the next."
         )

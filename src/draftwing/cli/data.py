@@ -145,7 +145,8 @@ def regenerate(
             cache = GrowingCache(features, lm.target, choose(lm.target.num_layers), identity=identity)
         states = () if cache is None else cache.info.states
         answerer = LMAnswerer(lm, samplings, max_batch=answers.max_batch, states=states)
-    tasks = read(tokenizer=tokenizer)
+    with progress("reading the prompts"):
+        tasks = read(tokenizer=tokenizer)
     if cache is not None:
         max_tokens = sum(task.num_prompt_tokens + task.num_turns * answers.max_tokens for task in tasks)
         largest, per_token = cache.info.size(len(tasks), max_tokens), cache.info.size(0, 1).num_bytes
@@ -153,8 +154,19 @@ def regenerate(
             f"the features will have at most about {largest} ({per_token:,} bytes per token), if every answer has "
             f"{answers.max_tokens} tokens"
         )
-    with progress("answering", token_rate(lambda: answerer.num_tokens), resumes=True) as on_progress:
-        done = run(tasks, answerer, out, cache=cache, on_progress=on_progress)
+    num_done = 0
+
+    def count(done: int, total: int) -> None:
+        nonlocal num_done
+        num_done = done
+        show(done, total)
+
+    try:
+        with progress("answering", token_rate(lambda: answerer.num_tokens), resumes=True) as show:
+            done = run(tasks, answerer, out, cache=cache, on_progress=count)
+    except KeyboardInterrupt:
+        screen.line(f"stopped: {num_done} of {len(tasks)} are done: run the same command again to continue", "yellow")
+        raise
     for problem in answerer.gone if isinstance(answerer, ServerAnswerer) else ():
         screen.line(f"one server went down, the others continued: {problem}", "yellow")
     if as_json:

@@ -93,12 +93,12 @@ for panel, commands in {
     "Generate text": [generate.generate, chat.chat, serve.serve, chat.demo],
     "Measure": [measure.compare, measure.verify, bench.bench, measure.predict],
     "Train and exchange heads": [train.train, train.doctor, train.convert, train.export],
-    "Models and data": [models.info, models.import_],
+    "Models and data": [models.list_, models.pull, models.rm, models.info, models.import_],
 }.items():
     for command in commands:
         app.command(command.__name__.strip("_"), rich_help_panel=panel)(command)
+app.command("run", rich_help_panel="Generate text")(chat.chat)
 app.add_typer(measure.tune_app, name="tune", rich_help_panel="Measure")
-app.add_typer(models.models_app, name="models", rich_help_panel="Models and data")
 app.add_typer(data.data_app, name="data", rich_help_panel="Models and data")
 app.add_typer(data.datastore_app, name="datastore", rich_help_panel="Models and data")
 

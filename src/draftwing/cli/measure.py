@@ -101,6 +101,10 @@ def compare(
         _print_comparison(comparison, texts=texts)
     if not comparison.all_identical:
         raise typer.Exit(1)
+    if not comparison.is_complete:
+        settings = comparison.settings
+        screen.line(f"stopped: {settings['rounds']} rounds of {settings['num_prompts']} prompts are finished", "yellow")
+        raise typer.Exit(130)
 
 
 def _print_comparison(comparison: Comparison, *, texts: bool) -> None:

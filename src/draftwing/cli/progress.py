@@ -8,7 +8,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
 from draftwing.cli import screen
 from draftwing.cli.screen import format_alpha, new_console
@@ -33,11 +42,21 @@ def progress(
         with _print_regularly(counter.text):
             yield counter
         return
-    more = TextColumn("{task.fields[detail]}", markup=False)
-    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), more)
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), _Detail(detail))
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(title, total=None, detail="")
-        yield lambda done, total: bar.update(task, completed=done, total=total or None, detail=detail())
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total or None)
+
+
+class _Detail(ProgressColumn):
+    """Text that changes between two calls, too."""
+
+    def __init__(self, text: Callable[[], str]) -> None:
+        super().__init__()
+        self._text = text
+
+    def render(self, task: Task) -> Text:
+        return Text(self._text())
 
 
 def token_rate(num_tokens: Callable[[], int]) -> Callable[[], str]:

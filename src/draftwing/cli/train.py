@@ -123,11 +123,20 @@ def train(
     from draftwing.train.session import RunFiles, prepare
 
     options = TrainOptions(method, save_every=50, **{**asdict(training), "taps": parse_taps(training.taps)})
-    with progress.progress("reading the data") as on_data:
-        files = RunFiles(run.target, data.sources, data.exclude, run.cache, run.init_from, run.licence)
+    files = RunFiles(run.target, data.sources, data.exclude, run.cache, run.init_from, run.licence)
+    try:
         session = prepare(
-            files, options, run.out, dtype=run.dtype, device=run.device, layers=not run.ends_only, on_data=on_data
+            files,
+            options,
+            run.out,
+            dtype=run.dtype,
+            device=run.device,
+            layers=not run.ends_only,
+            phase=progress.progress,
         )
+    except KeyboardInterrupt:
+        screen.line("stopped before the first update: nothing was written", "yellow")
+        raise
     is_main = session.trainer.accelerator.is_main_process
     if is_main:
         screen.line(session.describe(), "dim")

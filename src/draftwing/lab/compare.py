@@ -51,6 +51,7 @@ class Comparison:
     settings: dict[str, Any]
     machine: dict[str, Any]
     texts: dict[str, str]
+    is_complete: bool = True  # False after Ctrl-C: the rounds that were finished, or the prompts of the first round
 
     @property
     def all_identical(self) -> bool:
@@ -72,26 +73,36 @@ def compare(
     """Decode every prompt ``rounds`` times with every method (the baseline first), one prompt at a time.
 
     Methods take turns on each prompt, which pairs the measurements: a machine that slows down slows all of them. The
-    first prompt is decoded once more at the start, uncounted, to warm up.
+    first prompt is decoded once more at the start, uncounted, to warm up. Ctrl-C ends after the last finished round, or
+    if there is none, after the last prompt that every method has finished; without one it raises KeyboardInterrupt.
     """
     if not lms or lms[0].drafter.drafts:
         raise ConfigError("compare needs the baseline first: pass LM(target, tokenizer) as the first of lms")
     if not prompts:
         raise ConfigError("compare needs at least one prompt")
     sampling = with_seed(sampling)
-    for lm in lms:
-        lm.generate([prompts[0]], sampling, max_tokens=min(sampling.max_tokens, 16))
     runs: list[list[Generation]] = [[] for _ in lms]
-    total, done = rounds * len(prompts) * len(lms), 0
-    for turn in range(rounds):
-        for lm in lms:
-            lm.forget()  # else drafts that learn would copy the answers of the last round or of the warm-up
-        for index, prompt in enumerate(prompts):
-            first = (turn + index) % len(lms)
-            for place in [*range(first, len(lms)), *range(first)]:
-                runs[place] += lms[place].generate([prompt], sampling)
-                done += 1
-                on_progress(done, total)
+    total, is_complete = (1 + rounds * len(prompts)) * len(lms), False
+    try:
+        for done, lm in enumerate(lms):
+            on_progress(done, total)
+            lm.generate([prompts[0]], sampling, max_tokens=min(sampling.max_tokens, 16))
+        for turn in range(rounds):
+            for lm in lms:
+                lm.forget()  # else drafts that learn would copy the answers of the last round or of the warm-up
+            for index, prompt in enumerate(prompts):
+                first = (turn + index) % len(lms)
+                for place in [*range(first, len(lms)), *range(first)]:
+                    on_progress(len(lms) + sum(map(len, runs)), total)
+                    runs[place] += lms[place].generate([prompt], sampling)
+        on_progress(total, total)
+        is_complete = True
+    except KeyboardInterrupt:
+        num_finished = min(map(len, runs))
+        if not num_finished:
+            raise
+        rounds, prompts = max(num_finished // len(prompts), 1), prompts[:num_finished]
+        runs = [run[: rounds * len(prompts)] for run in runs]
     target = lms[0].target
     settings = {
         **describe_target(target),
@@ -110,6 +121,7 @@ def compare(
         settings=settings,
         machine=describe_machine(),
         texts={lm.drafter_name: run[0].text for lm, run in zip(lms, runs, strict=True)},
+        is_complete=is_complete,
     )
 
 

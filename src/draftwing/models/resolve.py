@@ -23,7 +23,9 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from draftwing.errors import CheckpointError, shown
 from draftwing.models.catalogue import Entry, Hub, Shipped, Wheel, close_names, default_model, entry_of
@@ -35,7 +37,7 @@ def resolve(model: str | Path | None, revision: str | None = None) -> Path:
     """Return the local folder of a model, downloaded if need be.
 
     Args:
-        model: a folder; a GGUF file, of which a folder is made; a name of the catalogue (``draftwing models``) or a Hub
+        model: a folder; a GGUF file, of which a folder is made; a name of the catalogue (``draftwing list``) or a Hub
             id, ``name`` or ``organisation/name``, which are downloaded once. A folder or file takes precedence over a
             name, a name over a Hub id, and a ``Path`` is only ever a folder or file. None is the default model.
         revision: a branch, tag or commit on the Hub; ignored for anything else.
@@ -124,17 +126,23 @@ def find_local(entry: Entry, *, check: bool = False) -> Path | None:
         ) from error
 
 
-def remove(name: str) -> int:
-    """Remove a model's file from the cache. Returns the number of bytes freed."""
+def fetch_hub(repo: str) -> Path:
+    """Return the folder of a Hub model, downloaded if it is not on this machine yet."""
+    return _from_hub(repo, None)
+
+
+def remove(name: str, on_size: Callable[[int], None] = lambda num_bytes: None) -> int:
+    """Remove a model's file from the cache. Returns the number of bytes freed, after calling ``on_size`` with it."""
     cache = cache_folder()
     if cache is None or not (cache / "models").exists():
+        on_size(0)
         return 0
     try:
         with _models_folder() as folder, folder.locked(f"{name}.lock", math.inf):
-            freed = _clear(folder, name)
-            place = folder.path / name
+            freed, place = _clear(folder, name), folder.path / name
+            freed += sum(_sizes(place))
+            on_size(freed)
             if place.exists():
-                freed += sum(_sizes(place))
                 shutil.rmtree(place)
             return freed
     except OSError as error:
@@ -149,7 +157,7 @@ def _hint(text: str) -> str:
     if paths := similar_paths(text):
         return f"Did you mean {' or '.join(paths)}? "
     names = close_names(text)
-    return f"Did you mean {' or '.join(names)} (see `draftwing models`)? " if names else ""
+    return f"Did you mean {' or '.join(names)} (see `draftwing list`)? " if names else ""
 
 
 # --- the Hugging Face Hub --------------------------------------------------------------------------------------------
@@ -187,6 +195,41 @@ def _from_hub(repo: str, revision: str | None, *, local: bool = False) -> Path:
         reason = _explain(repo, revision, error)
         raise CheckpointError(f"{repo}: there is no such local folder, and {reason}") from error
     return Path(str(folder))
+
+
+def hub_models() -> list[tuple[str, int, str]]:
+    """Return id, bytes and folder of each model with a config that the Hub's cache holds."""
+    models = []
+    for repo in _hub_repos():
+        for revision in sorted(repo.revisions, key=lambda revision: float(revision.last_modified))[-1:]:
+            if (revision.snapshot_path / "config.json").exists():
+                models.append((repo.repo_id, repo.size_on_disk, str(revision.snapshot_path)))
+    return models
+
+
+def remove_hub(repo: str, on_size: Callable[[int], None] = lambda num_bytes: None) -> int:
+    """Remove all revisions of a model from the Hub's cache. Returns the bytes freed; see ``remove``."""
+    cached = next((model for model in _hub_repos() if model.repo_id == repo), None)
+    if cached is None:
+        on_size(0)
+        return 0
+    from huggingface_hub import scan_cache_dir
+
+    strategy = scan_cache_dir().delete_revisions(*(revision.commit_hash for revision in cached.revisions))
+    on_size(freed := int(strategy.expected_freed_size))
+    strategy.execute()
+    return freed
+
+
+def _hub_repos() -> list[Any]:
+    """Return the models in the Hub's cache, as its client describes them."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    if not any(Path(HF_HUB_CACHE).glob("models--*")):
+        return []
+    from huggingface_hub import scan_cache_dir  # slow to import
+
+    return sorted((repo for repo in scan_cache_dir().repos if repo.repo_type == "model"), key=attrgetter("repo_id"))
 
 
 def _explain(repo: str, revision: str | None, error: BaseException) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -41,9 +41,15 @@ from draftwing.train.evaluate import Evaluation, held_out_prompts, validation_pr
 from draftwing.train.feature_cache import CachedFeatures, FeatureCache
 from draftwing.train.features import FeatureSource, OnlineFeatures, OnPolicyFeatures
 from draftwing.train.options import TrainOptions
-from draftwing.train.trainer import Progress, Trainer, read_metrics
+from draftwing.train.trainer import CHECKPOINT, Progress, Trainer, read_metrics
 
-START_TOKENS = 16384  # on which a new net's weights are solved before it is trained
+T = TypeVar("T")
+Phase = Callable[[str], AbstractContextManager[OnProgress]]
+START_TOKENS = 16384  # on which a new net's weights are solved before it is trained, or one epoch
+
+
+def _unseen(title: str) -> AbstractContextManager[OnProgress]:
+    return nullcontext(lambda done, total: None)
 
 
 @dataclass
@@ -116,14 +122,15 @@ def prepare(
     dtype: str = "bfloat16",
     device: str | None = None,
     layers: bool = True,
-    on_data: OnProgress | None = None,
+    phase: Phase = _unseen,
 ) -> Session:
     """Load the target (in ``dtype``) and the data, and make the net.
 
     Args:
         layers: False loads only the target's embedding, final norm and LM head: a cache has the features, and tau is
             not measured.
-        on_data: called with the bytes read and the total.
+        phase: ``phase(title)`` is entered for each part that takes long, and returns a function to call with the amount
+            done and the total.
     """
     for package in ("accelerate", "tensorboard", "matplotlib"):
         if importlib.util.find_spec(package) is None:
@@ -139,9 +146,11 @@ def prepare(
     torch.manual_seed(options.seed)
     folder = resolve(files.target)
     tokenizer = Tokenizer(folder)
-    training, validation, cache, held_cache = _read_data(files, options, tokenizer, on_data)
+    with phase("reading the data") as on_data:
+        training, validation, cache, held_cache = _read_data(files, options, tokenizer, on_data)
     name = str(files.target or default_model())
-    target = load_target(folder, dtype=dtype, device=device, name=name, prepack=False, layers=layers)
+    with phase("loading the target"):
+        target = load_target(folder, dtype=dtype, device=device, name=name, prepack=False, layers=layers)
     identity = target_id(target, tokenizer)
     if cache is not None:
         cache.check(target, identity)
@@ -164,9 +173,11 @@ def prepare(
     if options.own_text:
         writer = method_of_net(net).as_target(net)
         source = OnPolicyFeatures(source, target, taps, writer, options.own_text, options.seed)
-    if files.initial is None:
-        num_batches = -(-START_TOKENS // options.tokens_per_batch)
-        method_of_net(net).start(net, target.head, (source.batch(number) for number in range(num_batches)))
+    if files.initial is None and not (out / CHECKPOINT).exists():  # a checkpoint has later weights
+        num_batches = min(-(-START_TOKENS // options.tokens_per_batch), source.num_batches_per_epoch)
+        with phase("scoring text for the first weights, batches") as on_progress:
+            scored = map(source.batch, range(num_batches))
+            method_of_net(net).start(net, target.head, _reported(scored, num_batches, on_progress))
     evaluate = None
     if validation.num_tokens:
         held = _features(target, validation, options, taps, held_cache)
@@ -196,6 +207,14 @@ def prepare(
 
         trainer.on_saved = add_to_head
     return Session(trainer, target, tokenizer, training, validation, coverage)
+
+
+def _reported(items: Iterable[T], total: int, on_progress: OnProgress) -> Iterator[T]:
+    """Yield the items, and report each that has been made."""
+    on_progress(0, total)
+    for done, item in enumerate(items, 1):
+        on_progress(done, total)
+        yield item
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
