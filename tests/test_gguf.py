@@ -329,6 +329,20 @@ def test_every_familys_file_writes_the_checkpoints_text(source_of, tmp_path, fam
     assert config_of(folder) == config_of(open_gguf(tmp_path / "m.gguf"))
 
 
+@pytest.mark.parametrize("family", FURTHER)
+def test_transformers_computes_the_same_from_an_import(source_of, tmp_path, family):
+    source, ids = source_of(family), torch.arange(5, 25)[None]
+    folder = import_gguf(write(source, tmp_path / "m.gguf"), tmp_path / "out").folder
+    logits = []
+    for each in (folder, source):
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            each, dtype=torch.float32, attn_implementation="eager"
+        )
+        with torch.no_grad():
+            logits.append(model(ids).logits)
+    assert torch.allclose(*logits, rtol=0, atol=1e-5 * float(logits[1].abs().max()))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_an_import_into_shards_of_16_bits(source_of, tmp_path, dtype):
     source = source_of("mixtral")
@@ -454,6 +468,7 @@ def stating(key, value, kind="UINT32"):
         ("stablelm", stating("stablelm.use_parallel_residual", True, "BOOL"), "model_type", "stablelm"),
         ("qwen2-moe", stating("qwen2moe.expert_weights_norm", True, "BOOL"), "norm_topk_prob", True),
         ("olmoe", stating("olmoe.expert_gating_func", 1), "norm_topk_prob", False),
+        ("qwen2", stating("qwen2.attention.sliding_window", 256), "use_sliding_window", False),
     ],
 )
 def test_what_a_file_leaves_to_llama_cpp(source_of, tmp_path, family, change, setting, expected):

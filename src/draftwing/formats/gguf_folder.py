@@ -200,7 +200,7 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...] | None]] = {
             "vocab_size", "tensor_data_layout", "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon",
             "rope.scaling.finetuned", "rope.scaling.original_context_length",
             *(f"rope.scaling.yarn_{name}" for name in ("attn_factor", "beta_fast", "beta_slow", "ext_factor")),
-            "rope.scaling.yarn_log_multiplier",
+            "rope.scaling.yarn_log_multiplier", "pooling_type",
             "use_parallel_residual",  # the converter writes true for StableLM whatever the model is
         )
     ),
@@ -320,7 +320,7 @@ def _config(file: GgufFile) -> dict[str, Any]:
         key = getattr(family, factor)
         if isinstance(key, Key) and prefix + name in data:
             config[key.name] = data.number(prefix + name)
-    config |= _windows(data, prefix, traits, family, layers)
+    config |= _windows(data, prefix, traits, family, layers, positions)
     if family.experts is not None:
         config |= _experts(data, prefix, traits, family.experts)
     config |= _rope(file, architecture, family, head_dim, positions)
@@ -340,12 +340,18 @@ def _config(file: GgufFile) -> dict[str, Any]:
     return config
 
 
-def _windows(data: Metadata, prefix: str, traits: Architecture, family: Family, layers: int) -> dict[str, Any]:
+def _windows(
+    data: Metadata, prefix: str, traits: Architecture, family: Family, layers: int, positions: int
+) -> dict[str, Any]:
     """Return ``sliding_window``, and ``layer_types`` if layers differ."""
-    if family.windows == "never":
-        return {}
     if family.windows not in ("always", "pattern"):
-        return {"use_sliding_window": False}
+        key = f"{prefix}attention.sliding_window"
+        window = data.integer(key, 0)
+        if 0 < window < positions:
+            raise UnsupportedError(
+                f"{data.where}: `{key}` {window} is not supported for this architecture. {_USE_FOLDER}"
+            )
+        return {} if family.windows == "never" else {"use_sliding_window": False}
     window = data.integer(f"{prefix}attention.sliding_window", traits.window)
     config: dict[str, Any] = {"sliding_window": window or None}
     if family.windows == "pattern":
