@@ -193,7 +193,7 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
 }
 
 # Values of keys that change nothing if they are not read, after the architecture's prefix; None: any value.
-_EMPTY: Final = (0, b"", b"none")  # of keys that are not listed; in an array, zeros
+_EMPTY: Final = (0, b"", b"none")  # for keys that are not listed; an array must hold zeros
 _NEUTRAL: Final[dict[str, tuple[Any, ...] | None]] = {
     **dict.fromkeys(
         (
