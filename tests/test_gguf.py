@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 import threading
@@ -441,6 +442,9 @@ def extra(name, *values):
     return lambda writer: writer.add_tensor(name, np.array(values, np.float32))
 
 
+ATTENTION_FACTOR = "olmo2.rope.scaling.attn_factor"
+
+
 def without(key):
     return lambda writer: writer.kv_data[0].pop(key)
 
@@ -462,6 +466,7 @@ def stating(key, value, kind="UINT32"):
         ("gemma3", stating("gemma3.attention.sliding_window_pattern", 1), "layer_types", ["full_attention"] * 7),
         ("gemma3", without("gemma3.rope.freq_base_swa"), ("rope_parameters", "sliding_attention", "rope_theta"), 1e4),
         ("olmo3", without("olmo2.rope.freq_base_swa"), ("rope_parameters", "sliding_attention", "rope_theta"), 5e5),
+        ("olmo3", stating(ATTENTION_FACTOR, 0.1 * math.log(4) + 1, "FLOAT32"), "model_type", "olmo3"),
         ("exaone4", without("exaone4.attention.sliding_window"), "sliding_window", None),
         ("granite", without("granite.attention.scale"), "attention_multiplier", 32**-0.5),
         ("granite", stating("granite.rope.scaling.finetuned", True, "BOOL"), "model_type", "granite"),
@@ -487,6 +492,7 @@ def test_what_a_file_leaves_to_llama_cpp(source_of, tmp_path, family, change, se
         ("qwen2", stating("qwen2.attention.sliding_window", 64), ("qwen2.attention.sliding_window` 64",)),
         ("gemma3", stating("gemma3.attention.scale", 0.1, "FLOAT32"), ("gemma3.attention.scale` 0.1",)),
         ("gemma3", stating("gemma3.rope.local.freq_base", 1e4, "FLOAT32"), ("gemma3.rope.local.freq_base` 10000.0",)),
+        ("olmo3", stating(ATTENTION_FACTOR, 1.5, "FLOAT32"), ("olmo2.rope.scaling.attn_factor` 1.5",)),
         ("cohere2", stating("cohere2.rope.freq_base_swa", 5.0, "FLOAT32"), ("base_swa` 5.0", "freq_base` 10000.0")),
         (
             "granite",
