@@ -455,9 +455,9 @@ def _rope_scaling(file: GgufFile, prefix: str, positions: int) -> dict[str, Any]
             scaling[name] = data.number(f"{prefix}scaling.yarn_{name}")
     for name in ("attn_factor", "yarn_attn_factor", "yarn_log_multiplier", "yarn_ext_factor"):
         key = f"{prefix}scaling.{name}"
-        neutral = (0.0,) if name == "yarn_log_multiplier" else (1.0,)
+        neutral = [0.0 if name == "yarn_log_multiplier" else 1.0]
         if name.endswith("attn_factor") and factor > 1:  # OLMo 3's files state the checkpoint's, which is the default
-            neutral = 1.0, 0.1 * math.log(factor) + 1
+            neutral.append(0.1 * math.log(factor) + 1)
         if key in data and not any(math.isclose(data.number(key), value, rel_tol=1e-6) for value in neutral):
             raise UnsupportedError(f"{data.where}: `{key}` {data.number(key)} is not supported. {_USE_FOLDER}")
     return scaling
