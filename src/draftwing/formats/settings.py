@@ -8,12 +8,13 @@
     Draftwing                         as EAGLE, and a nested ``draftwing`` with what the others cannot express
 
 Taps are numbered in two ways. Top-level ``eagle_aux_hidden_state_layer_ids`` count the *inputs* of layers, as we do.
-Those inside ``eagle_config`` count *outputs* (one less) for Model-Optimizer and SGLang, and inputs for vLLM. DeepSpec's ``target_layer_ids`` count
-outputs.
+Those inside ``eagle_config`` count *outputs* (one less) for Model-Optimizer and SGLang, and inputs for vLLM. DeepSpec's
+``target_layer_ids`` count outputs.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, get_args
@@ -29,7 +30,7 @@ FORMAT: Final = 1
 TAP_IDS: Final = "eagle_aux_hidden_state_layer_ids"
 UNKNOWN_TAP: Final = -1  # replaces taps that a head does not name: every engine then reads its defaults
 
-_SHAPE = (
+SHAPE = (
     "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "rms_norm_eps", "hidden_act", "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters",
     "original_max_position_embeddings",
@@ -63,7 +64,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "parallel_drafting": ((False,), "several tokens in one forward (P-EAGLE)"),
     "pard_token": ((), "several tokens in one forward (P-EAGLE)"),
 }
-_OTHER_ENGINE = "serve this head with the engine that it was made for"
+OTHER_ENGINE = "serve this head with the engine that it was made for"
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,9 @@ def is_head_config(config: Mapping[str, Any]) -> bool | None:
     """Return True if a config is a head's; None if it may be an EAGLE-1 head's or a small language model's."""
     if "draftwing" in config or "speculators_model_type" in config or "speculators_config" in config:
         return True
-    if claimed_version(config) is not None or config.get("model_type") == "eagle" or config.get("eagle_config"):
+    if claimed_version(config) is not None or config.get("eagle_config") or is_medusa(config) or dflash_kind(config):
+        return True
+    if config.get("model_type") in ("eagle", "gemma4_assistant"):
         return True
     layers = config.get("num_hidden_layers")
     return None if isinstance(layers, int) and 1 <= layers <= MAX_LAYERS else False
@@ -125,6 +128,17 @@ def is_medusa(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") == "medusa" or "medusa_num_heads" in config
 
 
+def dflash_kind(config: Mapping[str, Any]) -> str | None:
+    """Return ``dflash`` or ``dspark`` for another project's config of that family; None for others."""
+    if "draftwing" in config:
+        return None
+    names = config.get("architectures")
+    text = " ".join(map(str, names if isinstance(names, list) else [])) + f" {config.get('speculators_model_type')}"
+    if "dspark" in text.lower():
+        return "dspark"
+    return "dflash" if re.search("dflash|domino", text.lower()) or "dflash_config" in config else None
+
+
 def claimed_version(config: Mapping[str, Any]) -> int | None:
     """Return 1 or 3 by the class name in a config; None if it does not tell."""
     names = config.get("architectures")
@@ -136,7 +150,7 @@ def claimed_version(config: Mapping[str, Any]) -> int | None:
 
 def read_settings(config: Mapping[str, Any], where: str) -> HeadSettings:
     """Flatten a head's config; ``where`` starts every error message."""
-    top = _Reader(config, where)
+    top = Reader(config, where)
     nested = top.inner("eagle_config")
     verifier = top.inner("speculators_config").inner("verifier").values.get("name_or_path")
     layout = "eagle"
@@ -155,7 +169,7 @@ def read_settings(config: Mapping[str, Any], where: str) -> HeadSettings:
         layout = "model-optimizer"
     _refuse_unsupported(shape, config, nested.values, where)
     shape = without_mrope(shape)
-    inside = _Reader(shape, where)
+    inside = Reader(shape, where)
     target_hidden = top.get("target_hidden_size", "size")
     target_hidden = None if target_hidden == inside.get("hidden_size", "size") else target_hidden
     inner_ids, outer_ids, deepspec_ids = nested.layers(TAP_IDS), top.layers(TAP_IDS), top.layers("target_layer_ids")
@@ -190,20 +204,20 @@ def read_settings(config: Mapping[str, Any], where: str) -> HeadSettings:
 
 def eagle_config(settings: HeadSettings, version: int, num_taps: int, names: Names, where: str) -> EagleConfig:
     """Return the net's shape, with ``num_taps`` unknown taps."""
-    shape = {key: settings.shape[key] for key in _SHAPE if settings.shape.get(key) is not None}
+    shape = {key: settings.shape[key] for key in SHAPE if settings.shape.get(key) is not None}
     activation = shape.get("hidden_act", "silu")
     if activation not in _ACTIVATIONS:
         raise UnsupportedError(
-            f"{where}: `hidden_act` is {activation!r}, Draftwing supports {', '.join(_ACTIVATIONS)}: {_OTHER_ENGINE}"
+            f"{where}: `hidden_act` is {activation!r}, Draftwing supports {', '.join(_ACTIVATIONS)}: {OTHER_ENGINE}"
         )
     model = ModelConfig.from_hf(
         {**shape, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}, where
     )
-    rotated = _Reader(settings.shape, where).get("partial_rotary_factor", "share", 1.0)
+    rotated = Reader(settings.shape, where).get("partial_rotary_factor", "share", 1.0)
     if version == 1 and settings.draft_vocab_size not in (None, model.vocab_size):
         raise UnsupportedError(
             f"{where}: an EAGLE-1 head with a draft vocabulary of {settings.draft_vocab_size} tokens is not "
-            f"supported: {_OTHER_ENGINE}"
+            f"supported: {OTHER_ENGINE}"
         )
     residual, block = settings.norm_before_residual, settings.block
     try:
@@ -278,13 +292,13 @@ def _refuse_unsupported(
         (is_truncated, "`truncated_vocab_size` is smaller than the vocabulary: an EAGLE-1 head with a token map"),
     ):
         if condition:
-            raise UnsupportedError(f"{where}: {feature}: {_OTHER_ENGINE}")
+            raise UnsupportedError(f"{where}: {feature}: {OTHER_ENGINE}")
 
 
 def _read_block(config: Mapping[str, Any], where: str) -> Block:
     if "draftwing" not in config:
         return Block()
-    block = _Reader(config, where).inner("draftwing")
+    block = Reader(config, where).inner("draftwing")
     inside, number = block.where, block.get("format", "size")
     if number is None or number > FORMAT:
         raise UnsupportedError(
@@ -325,6 +339,7 @@ def _read_block(config: Mapping[str, Any], where: str) -> Block:
 
 
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "id": ("a token id", lambda value: type(value) is int and value >= 0),
     "size": ("an integer of at least 1", lambda value: type(value) is int and value >= 1),
     "layers": (
         "a list of layer numbers",
@@ -339,7 +354,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
-class _Reader:
+class Reader:
     """Typed look-ups that raise ConfigError naming the key; null counts as missing."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
@@ -358,6 +373,6 @@ class _Reader:
         """Return layer numbers; None also for an empty list."""
         return tuple(self.get(key, "layers", ())) or None
 
-    def inner(self, key: str) -> _Reader:
+    def inner(self, key: str) -> Reader:
         """Return a reader of a nested object; it has no values if the key is missing."""
-        return _Reader(self.get(key, "object", {}), f"{self.where}: {key}")
+        return Reader(self.get(key, "object", {}), f"{self.where}: {key}")

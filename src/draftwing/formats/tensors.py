@@ -39,7 +39,7 @@ _QKV_BIAS = re.compile(r"(midlayer|layers\.\d+)\.self_attn\.[qkv]_proj\.bias")
 _QK_NORM = re.compile(r"(midlayer|layers\.\d+)\.self_attn\.[qk]_norm\.weight")
 _LAYER = re.compile(r"layers\.(\d+)\..*")
 # Parts of the target that a trainer saved, and buffers that are computed again.
-_IGNORED = re.compile(r"verifier_(lm_head|norm)\.weight|(.*\.)?rotary_emb\.(inv_freq|.*_cached)")
+IGNORED = re.compile(r"verifier_(lm_head|norm)\.weight|(.*\.)?rotary_emb\.(inv_freq|.*_cached)")
 _UNSUPPORTED = (
     (re.compile(r"mask_hidden|parallel_draft_heads\..*"), "heads that draft several tokens in one forward (P-EAGLE)"),
     (re.compile(r"additional_layers\..*"), "heads with SGLang's further layers, which drop the residual"),
@@ -94,7 +94,7 @@ def sort_names(names: Iterable[str], version: int, where: str, *, own_embedding:
     if version == 1:
         groups[LM_HEAD] = sorted_names.copies
     for name in sorted(names):
-        if _IGNORED.fullmatch(name):
+        if IGNORED.fullmatch(name):
             continue
         for pattern, kind in _UNSUPPORTED:
             if pattern.fullmatch(name):
