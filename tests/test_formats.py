@@ -721,6 +721,27 @@ def test_heads_and_language_models_are_told_apart(tmp_path, folder_of):
     assert not is_head(raw_config(), first)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"draft_vocab_size": DRAFT},
+        {"architectures": ["DFlashDraftModel"], "dflash_config": {"mask_token_id": 3}},
+        {"architectures": ["K3DSparkModel"], "model_type": "k3_dspark"},
+        {"architectures": ["PEagleDraftModel"], "model_type": "llama", "num_hidden_layers": 4},
+        {"architectures": ["MedusaModel"], "model_type": "medusa"},
+        {"model_type": "gemma4_assistant"},
+        {"speculators_model_type": "dflash2"},
+        {"draftwing": {"format": 1, "kind": "dspark"}},
+        {},  # an EAGLE-1 head, which only its tensors tell
+    ],
+)
+def test_a_head_is_no_target(tmp_path, config):
+    folder = foreign(tmp_path / "head", raw_config(**config), raw_first())
+    for engine in ("auto", "lean", "transformers"):
+        with refused(CheckpointError, "is a draft head, not a language model", "as the target", f"--draft {folder}"):
+            load_target(folder, engine=engine)
+
+
 # --- broken heads ----------------------------------------------------------------------------------------------------
 
 

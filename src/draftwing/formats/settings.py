@@ -114,7 +114,8 @@ def is_head_config(config: Mapping[str, Any]) -> bool | None:
         return True
     if claimed_version(config) is not None or config.get("eagle_config") or is_medusa(config) or dflash_kind(config):
         return True
-    if config.get("model_type") in ("eagle", "gemma4_assistant"):
+    names = config.get("architectures")
+    if config.get("model_type") in ("eagle", "gemma4_assistant") or "eagle" in str(names).lower():
         return True
     layers = config.get("num_hidden_layers")
     return None if isinstance(layers, int) and 1 <= layers <= MAX_LAYERS else False
