@@ -24,7 +24,7 @@ from torch import Tensor
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
 from draftwing.formats.plain import PlainHead
 from draftwing.formats.read import read_tensors
-from draftwing.formats.settings import OTHER_ENGINE, SHAPE, Reader, without_mrope
+from draftwing.formats.settings import OTHER_ENGINE, SHAPE, SettingsReader, without_mrope
 from draftwing.formats.tensors import EMBEDDING, IGNORED, LM_HEAD, check_tensors, read_draft_vocab
 from draftwing.methods.net import LAYER_FIELDS, PlainConfig, layer_names
 from draftwing.models.config import ModelConfig, read_config
@@ -72,7 +72,7 @@ _SURE = 30.0  # log odds of a confidence that float32 rounds to 1
 class _Settings:
     """A config in one spelling."""
 
-    fields: dict[str, Any]  # of a ``DFlashConfig``, without ``own_head``
+    fields: dict[str, Any]  # fields of a ``DFlashConfig``, without ``own_head``
     draft_vocab_size: int
     num_target_layers: int | None
     has_confidence: bool | None  # None if the tensors tell
@@ -124,11 +124,11 @@ def load_dflash(folder: Path, kind: str, config_type: type[PlainConfig]) -> Plai
 
 
 def _read_settings(config: Mapping[str, Any], kind: str, where: str) -> _Settings:
-    top = Reader(config, where)
+    top = SettingsReader(config, where)
     nested, is_speculators = top.inner("dflash_config"), "speculators_model_type" in config
     shape = without_mrope(top.inner("transformer_layer_config").values if is_speculators else config)
     _refuse(nested, config, shape, kind, where)
-    inside = Reader(shape, where)
+    inside = SettingsReader(shape, where)
 
     def find(key: str, what: str, default: Any = None) -> Any:
         value = nested.get(key, what)
@@ -175,7 +175,7 @@ def _read_settings(config: Mapping[str, Any], kind: str, where: str) -> _Setting
 
 
 def _attention(
-    find: Any, inside: Reader, num_layers: int, is_speculators: bool, where: str
+    find: Any, inside: SettingsReader, num_layers: int, is_speculators: bool, where: str
 ) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
     """Return each layer's sliding window or None, and whether it sees no later token of its block."""
     types = inside.values.get("layer_types") or ["full_attention"] * num_layers
@@ -209,7 +209,7 @@ def _attention(
     return tuple(window if slide else None for slide in slides), tuple(causal) if any(causal) else ()
 
 
-def _refuse(nested: Reader, config: Mapping[str, Any], shape: Mapping[str, Any], kind: str, where: str) -> None:
+def _refuse(nested: SettingsReader, config: Mapping[str, Any], shape: Mapping[str, Any], kind: str, where: str) -> None:
     """Raise UnsupportedError for settings that Draftwing does not honour."""
     width, hidden = config.get("target_hidden_size"), shape.get("hidden_size")
     markov = nested.values.get("markov_head_type", config.get("markov_head_type", "vanilla"))

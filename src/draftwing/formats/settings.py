@@ -151,7 +151,7 @@ def claimed_version(config: Mapping[str, Any]) -> int | None:
 
 def read_settings(config: Mapping[str, Any], where: str) -> HeadSettings:
     """Flatten a head's config; ``where`` starts every error message."""
-    top = Reader(config, where)
+    top = SettingsReader(config, where)
     nested = top.inner("eagle_config")
     verifier = top.inner("speculators_config").inner("verifier").values.get("name_or_path")
     layout = "eagle"
@@ -170,7 +170,7 @@ def read_settings(config: Mapping[str, Any], where: str) -> HeadSettings:
         layout = "model-optimizer"
     _refuse_unsupported(shape, config, nested.values, where)
     shape = without_mrope(shape)
-    inside = Reader(shape, where)
+    inside = SettingsReader(shape, where)
     target_hidden = top.get("target_hidden_size", "size")
     target_hidden = None if target_hidden == inside.get("hidden_size", "size") else target_hidden
     inner_ids, outer_ids, deepspec_ids = nested.layers(TAP_IDS), top.layers(TAP_IDS), top.layers("target_layer_ids")
@@ -214,7 +214,7 @@ def eagle_config(settings: HeadSettings, version: int, num_taps: int, names: Nam
     model = ModelConfig.from_hf(
         {**shape, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}, where
     )
-    rotated = Reader(settings.shape, where).get("partial_rotary_factor", "share", 1.0)
+    rotated = SettingsReader(settings.shape, where).get("partial_rotary_factor", "share", 1.0)
     if version == 1 and settings.draft_vocab_size not in (None, model.vocab_size):
         raise UnsupportedError(
             f"{where}: an EAGLE-1 head with a draft vocabulary of {settings.draft_vocab_size} tokens is not "
@@ -299,7 +299,7 @@ def _refuse_unsupported(
 def _read_block(config: Mapping[str, Any], where: str) -> Block:
     if "draftwing" not in config:
         return Block()
-    block = Reader(config, where).inner("draftwing")
+    block = SettingsReader(config, where).inner("draftwing")
     inside, number = block.where, block.get("format", "size")
     if number is None or number > FORMAT:
         raise UnsupportedError(
@@ -355,7 +355,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
-class Reader:
+class SettingsReader:
     """Typed look-ups that raise ConfigError naming the key; null counts as missing."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
@@ -374,6 +374,6 @@ class Reader:
         """Return layer numbers; None also for an empty list."""
         return tuple(self.get(key, "layers", ())) or None
 
-    def inner(self, key: str) -> Reader:
+    def inner(self, key: str) -> SettingsReader:
         """Return a reader of a nested object; it has no values if the key is missing."""
-        return Reader(self.get(key, "object", {}), f"{self.where}: {key}")
+        return SettingsReader(self.get(key, "object", {}), f"{self.where}: {key}")
