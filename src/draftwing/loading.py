@@ -14,6 +14,7 @@ from draftwing.accept import get_rule
 from draftwing.checks import Argument, check_arguments
 from draftwing.decode import least_pages
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError, shown
+from draftwing.formats.read import is_head
 from draftwing.lm import LM
 from draftwing.methods.base import BUDGET_ARGUMENT, Budget, Drafter
 from draftwing.methods.registry import drafter_maker
@@ -150,6 +151,7 @@ def load_target(
     if not isinstance(engine, str) or engine not in ("auto", "lean", "transformers"):
         raise ConfigError(f"unknown engine {shown(engine)}: choose auto, lean or transformers")
     where, config = _device(device), read_config(folder)
+    check_model(config, folder, name or str(folder))
     lean, reason = config.get("model_type") in LEAN_MODEL_TYPES, ""
     if lean and engine == "auto":
         try:
@@ -185,6 +187,18 @@ def load_target(
     return model
 
 
+def check_model(config: Mapping[str, Any], folder: Path, name: str) -> None:
+    """Raise CheckpointError if a folder with this ``config.json`` holds a draft head instead of a language model."""
+    block = config.get("draftwing")
+    if isinstance(block, dict) and block.get("kind") == "causal-lm":
+        return
+    if is_head(config, folder):
+        raise CheckpointError(
+            f"{name} is a draft head, not a language model: give the model that it was trained for as the target and "
+            f"this one as the draft (`draftwing generate --target MODEL --draft {name}`)"
+        )
+
+
 def check_kv_memory(
     kv_memory: int,
     target: str | Path | None,
@@ -203,6 +217,7 @@ def check_kv_memory(
     """
     folder, device = resolve(target, model.get("revision")), _device(model.get("device"))
     values = read_config(folder)
+    check_model(values, folder, str(target or default_model()))
     if values.get("model_type") not in LEAN_MODEL_TYPES or model.get("engine") == "transformers":
         return  # refused for another reason
     try:

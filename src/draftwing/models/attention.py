@@ -203,15 +203,23 @@ class SlotAttention(Attention):
     """Attention over KV slots ``where`` the trees are: an ``Attend`` for one forward.
 
     Its result has ``num_rows_out`` rows, more than B * N if the caller padded. ``windows`` are each layer's sliding
-    window, or None.
+    window, or None. Layers marked in ``causal`` see no later position; others do if a tree's ``paths`` let nodes see
+    each other, as in a block. Empty: none is marked.
     """
 
     def __init__(
-        self, cis: Tensor, where: TreeSlots, windows: Sequence[int | None], num_heads: int, num_rows_out: int
+        self,
+        cis: Tensor,
+        where: TreeSlots,
+        windows: Sequence[int | None],
+        num_heads: int,
+        num_rows_out: int,
+        causal: Sequence[bool] = (),
     ) -> None:
         super().__init__(cis)
         _, _, _, kv_heads, _, dim = where.cache.data.shape
         self._windows, self._scale, self._rows_out = windows, dim**-0.5, num_rows_out
+        self._causal = causal or [False] * len(windows)
         nodes = where.tree.num_nodes - where.first_node
         self._shape = (where.tree.num_rows, nodes, kv_heads, num_heads // kv_heads, dim)
         self._prepare(where)
@@ -233,7 +241,8 @@ class TreeAttention(SlotAttention):
         self._queries = nodes * self._groups
         padded = round_up(self._queries, QUERY_BLOCK) if data.device.type == "cpu" else self._queries
         self._padded, self._dtype = padded, data.dtype
-        self._masks = {window: self._mask(where, window, width) for window in set(self._windows)}
+        kinds = set(zip(self._windows, self._causal, strict=True))
+        self._masks = {kind: self._mask(where, *kind, width) for kind in kinds}
         self._locate(where, width)
         self._q = data.new_zeros(rows, kv_heads, padded, dim)
         q = self._q[:, :, : self._queries]
@@ -267,7 +276,7 @@ class TreeAttention(SlotAttention):
             keys[row, :, slot], values[row, :, slot] = k, v
         return keys, values
 
-    def _mask(self, where: TreeSlots, window: int | None, width: int) -> Tensor:
+    def _mask(self, where: TreeSlots, window: int | None, is_causal: bool, width: int) -> Tensor:
         """(B, 1, padded, width): 0 for visible slots, else -inf; padding queries see all slots."""
         tree, lengths, first_node, padded = where.tree, where.lengths_B, where.first_node, self._padded
         dtype, slots = self._dtype, torch.arange(width, device=lengths.device)
@@ -280,10 +289,13 @@ class TreeAttention(SlotAttention):
         ancestors = tree.ancestors[:, first_node:]
         in_tree = ancestors.gather(2, node[:, None, :].expand(-1, ancestors.shape[1], -1))
         allowed = (place < 0)[:, None, :] | (in_tree & (place < tree.num_nodes)[:, None, :])
-        if window is not None:
-            key_position = torch.where(place < 0, slots, lengths[:, None] + tree.depths.gather(1, node))
-            query_position = lengths[:, None] + tree.depths[:, first_node:]
-            allowed &= key_position[:, None, :] > query_position[:, :, None] - window
+        if window is not None or is_causal:
+            key_position = torch.where(place < 0, slots, lengths[:, None] + tree.depths.gather(1, node))[:, None, :]
+            query_position = (lengths[:, None] + tree.depths[:, first_node:])[:, :, None]
+            if window is not None:
+                allowed &= key_position > query_position - window
+            if is_causal:
+                allowed &= key_position <= query_position
         bias = torch.zeros(allowed.shape, dtype=dtype, device=lengths.device).masked_fill_(~allowed, float("-inf"))
         folded = bias.repeat_interleave(self._groups, dim=1)
         return F.pad(folded, (0, 0, 0, padded - folded.shape[1]))[:, None]
@@ -293,7 +305,7 @@ class TreeAttention(SlotAttention):
         rows, nodes, kv_heads, _, dim = self._shape
         keys, values = self._write(layer, k.view(rows, nodes, kv_heads, dim), v.view(rows, nodes, kv_heads, dim))
         self._q_view.copy_(q.view(self._shape))
-        mask = self._masks[self._windows[layer]]
+        mask = self._masks[self._windows[layer], self._causal[layer]]
         mixed = attend(self._q, keys, values, mask, self._scale, traits)
         mixed = mixed[:, :, : self._queries].view(rows, kv_heads, nodes, self._groups, dim)
         self._out_view.copy_(mixed.permute(0, 2, 1, 3, 4))
@@ -311,7 +323,9 @@ class FusedTreeAttention(SlotAttention):
         self._data, self._width = cache.data, min(where.width, cache.num_slots)
         self._places = rows, where.lengths_B.contiguous(), None if cache.table is None else cache.table.tensor(device)
         self._first_node, self._num_nodes = where.first_node, tree.num_nodes
-        self._ancestors = None if tree.is_line else tree.ancestors
+        self._ancestors = self._causal_ancestors = None if tree.is_line else tree.ancestors
+        if any(self._causal) and self._ancestors is not None:
+            self._causal_ancestors = self._ancestors & (tree.depths[:, None, :] <= tree.depths[:, :, None])
         self._depths = None if tree.is_line or not any(self._windows) else tree.depths.contiguous()
         self._pairs = torch.view_as_real(self.cis[:, 0])
 
@@ -324,8 +338,9 @@ class FusedTreeAttention(SlotAttention):
             qkv, self._pairs, slots, self._places, first, (heads.num_heads, heads.num_kv_heads), norms
         )
         return gpu.tree_attention(
-            queries, slots, self._places, self._ancestors, self._depths, first, self._num_nodes, self._width,
-            self._windows[layer], self._scale if heads.traits.scale is None else heads.traits.scale,
+            queries, slots, self._places, self._causal_ancestors if self._causal[layer] else self._ancestors,
+            self._depths, first, self._num_nodes, self._width, self._windows[layer],
+            self._scale if heads.traits.scale is None else heads.traits.scale,
         )  # fmt: skip
 
     def mix(self, layer: int, traits: HeadTraits, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

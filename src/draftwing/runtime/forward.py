@@ -48,6 +48,7 @@ class NetShape:
     is_shifted: bool = True  # True if an entry reads its token, False if it reads that of its parent
     is_sparse: bool = False  # True if its logits leave tokens out, which hold -inf
     has_plain_heads: bool = True  # see ``HeadTraits.is_plain``
+    causal: Sequence[bool] = ()  # layers whose nodes see no later position; empty: none is marked (``SlotAttention``)
 
 
 class Net(Protocol):
@@ -294,7 +295,7 @@ class EagerRunner(Runner):
         shape, attend = net.shape, None
         if shape.num_layers:
             kind = attention_over(slots, is_plain=shape.has_plain_heads)
-            attend = kind(cis, slots, shape.windows, shape.num_heads, real + padding)
+            attend = kind(cis, slots, shape.windows, shape.num_heads, real + padding, shape.causal)
         read, out = net.forward(ids, states, attend)
         return read[:real].view(rows, nodes, -1), None if out is None else out[:real].view(rows, nodes, -1)
 
