@@ -1,5 +1,6 @@
 """Conversations in a terminal and from a pipe, interrupts, and ``draftwing demo``."""
 
+import io
 import json
 import os
 import re
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rich.cells import cell_len
+from rich.console import Console
 from typer.testing import CliRunner
 
 import draftwing as dw
@@ -287,6 +290,41 @@ def test_model_text_is_neither_markup_nor_terminal_commands(monkeypatch, capsys)
     assert "\x1b[32m[bold]x\x1b[0m␛[2J\x1b[32m" in found  # of two tokens that were accepted at once
 
 
+def displayed(raw):
+    """The lines of a terminal that got ``raw``; a wide character takes two cells."""
+    lines, at = [[]], 0
+    for back, char in re.findall(r"\x1b\[(?:(\d+)D|[\d;]*[mK])|(.|\n)", raw):
+        if back:
+            at -= int(back)
+            lines[-1] = lines[-1][:at]  # what follows is erased
+        elif char == "\n":
+            lines.append([])
+            at = 0
+        elif char:
+            lines[-1] += [char, ""][: cell_len(char)]
+            at += cell_len(char)
+    return ["".join(line) for line in lines]
+
+
+@pytest.mark.parametrize("size", [1, 3, 50])
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("The northern part of France is cold.", ["The northern part", "of France is cold."]),
+        ("a 23456789012345678901234 b", ["a", "2345678901234567890", "1234 b"]),
+        ("東京は日本の首都であり人口が多い", ["東京は日本の首都で", "あり人口が多い"]),
+        ("x = 1\n    indented by some blanks", ["x = 1", "    indented by some", "blanks"]),
+    ],
+)
+def test_answers_are_wrapped_at_words_while_they_come(text, lines, size):
+    out = io.StringIO()
+    shown = console.Screen(Console(file=out, force_terminal=True, width=20), wraps=True)
+    for at in range(0, len(text), size):
+        shown.pieces([(text[at : at + size], at % 2 == 0)], 2)
+    assert [line.rstrip() for line in displayed(out.getvalue())] == lines
+    assert all(cell_len(line) < 20 for line in displayed(out.getvalue()))
+
+
 # --- in a terminal ---------------------------------------------------------------------------------------------------
 
 # Steps take long enough for a Ctrl-C to come in between, and the terminal is the process's own.
@@ -335,7 +373,7 @@ class Terminal:
         end = time.monotonic() + PATIENCE
         while True:
             plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.raw).replace("\r", "")
-            found = re.compile(pattern).search(plain, self._read)
+            found = re.compile(pattern.replace(" ", r"\s+")).search(plain, self._read)  # lines are broken at words
             if found:
                 text, self._read = plain[self._read : found.end()], found.end()
                 return text

@@ -142,7 +142,7 @@ class _Conversation:
     def __init__(self, dialogue: Dialogue, drafts: list[str], *, as_json: bool) -> None:
         self._dialogue, self._as_json, self._drafts = dialogue, as_json, drafts
         self._choices = f"{', '.join(drafts)} or the folder of a head or a smaller model"
-        self._screen = screen.Screen()
+        self._screen = screen.Screen(wraps=True)
         self._is_over, self._are_typed, self._is_first = False, False, True
         # By name: the argument's name (empty for none), the help, and the method.
         self._commands: dict[str, tuple[str, str, Callable[[str], object]]] = {
@@ -238,6 +238,8 @@ class _Conversation:
             is_full = len(answer.token_ids) < answer.sampling.max_tokens
             parts.append("the context is full: /reset" if is_full else "cut off: --max-tokens allows more")
         self._screen.note(" | ".join(parts))
+        if self._are_typed:
+            self._screen.note("")
 
     def _help(self, _: str) -> None:
         for name, (parameter, text, _command) in self._commands.items():

@@ -16,8 +16,9 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.control import Control
 from rich.markup import escape
-from rich.segment import Segment, Segments
+from rich.segment import ControlType, Segment, Segments
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
@@ -186,18 +187,66 @@ def text_of(steps: Iterable[AnswerStep]) -> Text:
     return text
 
 
-class Screen:
-    """Output of ``generate`` and ``chat``: text on stdout, the rest (``info``) on stderr if stdout is no terminal."""
+class _WordWrap:
+    """Breaks streamed text at words. A word that turns out not to fit is erased and written on the next line."""
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self) -> None:
+        self._column = 0
+        self._word: list[Segment] = []  # the characters since the last blank on this line
+
+    def segments(self, parts: Iterable[tuple[str, Style]], width: int) -> Iterator[Segment]:
+        """Yield ``parts`` in lines that leave the last column free: after it, terminals disagree where they are."""
+        for text, style in parts:
+            for char in text:
+                yield from self._put(Segment(char, style), width - 1)
+
+    def _put(self, char: Segment, width: int) -> Iterator[Segment]:
+        cells = char.cell_length
+        if char.text == "\n":
+            self._column, self._word = 0, []
+        elif char.text.isspace():
+            cells = 8 - self._column % 8 if char.text == "\t" else cells
+            self._word = []
+            if self._column + cells > width:
+                self._column = 0
+                yield Segment.line()
+                return
+        else:
+            is_wide = cells > 1  # such scripts break between any two characters
+            if is_wide:
+                self._word = []
+            if self._column + cells > width:
+                moved = sum(each.cell_length for each in self._word)
+                if moved == self._column:  # a word longer than the line
+                    self._word, moved = [], 0
+                if moved:
+                    yield Control((ControlType.CURSOR_BACKWARD, moved), (ControlType.ERASE_IN_LINE, 0)).segment
+                yield Segment.line()
+                yield from self._word
+                self._column = moved
+            if not is_wide:
+                self._word.append(char)
+        self._column += cells if char.text != "\n" else 0
+        yield char
+
+
+class Screen:
+    """Output of ``generate`` and ``chat``: text on stdout, the rest (``info``) on stderr if stdout is no terminal.
+
+    Args:
+        wraps: break lines of text at words, on a terminal.
+    """
+
+    def __init__(self, console: Console | None = None, *, wraps: bool = False) -> None:
         self._out = console or new_console()
         self.is_terminal = self._out.is_terminal
         self.info = self._out if self.is_terminal else new_console(stderr=True)
         self._at_line_start = True
+        self._wrap = _WordWrap() if wraps else None
 
     def note(self, text: str, style: str = "dim") -> None:
-        """Print a line about the text."""
-        put_line(self.info, text, style)
+        """Print a line about the text, on a terminal broken at words."""
+        self.info.print(Text(printable(text), style=style), soft_wrap=not self.info.is_terminal)
 
     def prompt(self, text: str) -> None:
         """Print the prompt before its continuation, on a terminal only."""
@@ -222,7 +271,12 @@ class Screen:
     def _print(self, parts: Sequence[tuple[str, Style]]) -> None:
         self._at_line_start = parts[-1][0].endswith("\n")  # before writing: Ctrl-C may come in between
         # Segments, not a Text: rich would expand tabs and strip spaces.
-        self._out.print(Segments([Segment(printable(text), style) for text, style in parts]), crop=False, end="")
+        shown = [(printable(text), style) for text, style in parts]
+        if self._wrap is None:
+            segments: Iterable[Segment] = itertools.starmap(Segment, shown)
+        else:
+            segments = Segment.simplify(self._wrap.segments(shown, self._out.width))
+        self._out.print(Segments(segments), crop=False, end="")
         self._out.file.flush()
 
     def end_line(self) -> None:
@@ -230,6 +284,7 @@ class Screen:
         if not self._at_line_start:
             self._out.print()
         self._at_line_start = True
+        self._wrap = self._wrap and _WordWrap()
 
     def legend(self, first: int = 0) -> None:
         """Explain the colours if there are any, from ``first`` accepted tokens on."""
