@@ -152,12 +152,12 @@ def load_target(
         raise ConfigError(f"unknown engine {shown(engine)}: choose auto, lean or transformers")
     where, config = _device(device), read_config(folder)
     check_model(config, folder, name or str(folder))
-    lean, reason = config.get("model_type") in LEAN_MODEL_TYPES, ""
+    lean, reason, problem = config.get("model_type") in LEAN_MODEL_TYPES, "", None
     if lean and engine == "auto":
         try:
             ModelConfig.from_hf(config, str(folder / "config.json"))
         except UnsupportedError as error:  # a setting that only transformers honours
-            lean, reason = False, f" ({error})"
+            lean, reason, problem = False, f" ({error})", error
     is_lean = engine == "lean" or (engine == "auto" and lean)
     numbers = _dtype(dtype, config)
     if dtype == "auto" and is_lean and where.type == "cpu" and numbers.itemsize == 2:
@@ -180,7 +180,12 @@ def load_target(
             f"{'choose engine=' + repr('lean') + ', or ' if lean else ''}leave {option} out"
         )
     else:
-        model = AdapterTarget.from_folder(folder, numbers, where, name=name)
+        try:
+            model = AdapterTarget.from_folder(folder, numbers, where, name=name)
+        except CheckpointError as error:
+            if problem is None:
+                raise
+            raise problem from error  # the setting is why transformers was asked at all
     model.folder = folder
     _check_end_tokens(folder / "config.json", config.get("eos_token_id"), model.vocab_size)
     model.eos_ids = tuple(dict.fromkeys([*model.eos_ids, *_generation_eos(folder, model.vocab_size)]))
