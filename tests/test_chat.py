@@ -313,7 +313,7 @@ def displayed(raw):
         ("The northern part of France is cold.", ["The northern part", "of France is cold."]),
         ("a 23456789012345678901234 b", ["a", "2345678901234567890", "1234 b"]),
         ("東京は日本の首都であり人口が多い", ["東京は日本の首都で", "あり人口が多い"]),
-        ("x = 1\n    indented by some blanks", ["x = 1", "    indented by some", "blanks"]),
+        ("x = 1\n    indented by some blanks", ["x = 1", "    indented by", "some blanks"]),
     ],
 )
 def test_answers_are_wrapped_at_words_while_they_come(text, lines, size):
@@ -430,7 +430,7 @@ def test_a_conversation_in_a_terminal(terminal, target, tmp_path):
     assert whole.startswith(answer["content"])
     assert len(answer["content"]) < len(whole)
     terminal.type("/stats\n")
-    terminal.until("dialogue, target: .*tau")
+    terminal.until("dialogue, target: [^>]*tau")
     terminal.until("seed 0[^>]*> ")
     terminal.interrupt()
     terminal.until("Ctrl-C once more[^>]*> ")

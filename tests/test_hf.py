@@ -147,9 +147,9 @@ def test_models_with_other_caches(name):
     if name == "phi3-longrope":
         assert_same(model, draftwing.custom_generate("lookup", budget=FIXED), max_new_tokens=20)
     if "mamba" in name:
-        cache = model(**ALONE, use_cache=True).cache
+        cache = caches_of(model(**ALONE, use_cache=True))
         with pytest.raises(UnsupportedError, match="Draftwing has its own caches"):
-            model.generate(**ALONE, cache=cache, custom_generate=draftwing.custom_generate("none"), max_new_tokens=2)
+            model.generate(**ALONE, **cache, custom_generate=draftwing.custom_generate("none"), max_new_tokens=2)
 
 
 @pytest.mark.parametrize(
@@ -623,9 +623,17 @@ def test_logits_scores_and_cache_are_those_of_generate(drafts, family, settings)
         assert len(one) == len(other)
         for mine, theirs in zip(one, other, strict=True):
             torch.testing.assert_close(mine, theirs)
-    assert_same_cache(ours.cache, plain.cache)
+    for mine, theirs in zip(caches_of(ours).values(), caches_of(plain).values(), strict=True):
+        assert_same_cache(mine, theirs)
     with pytest.raises(UnsupportedError, match="output_scores=True with 3 prompts"):
         model.generate(**{**asked, **inputs()}, custom_generate=fast)
+
+
+def caches_of(output):
+    """An output's cache by its name, which is ``cache`` since transformers 5.24."""
+    caches = {name: output[name] for name in ("cache", "past_key_values", "cache_params") if output.get(name)}
+    assert caches
+    return caches
 
 
 def assert_same_cache(ours, plain):
