@@ -205,8 +205,8 @@ def read_modules(
                 f"folder of an MTP head"
             )
         refusal = UnsupportedError(
-            f"{folder}: the MTP modules of {architecture_of(config)} cannot be run, because Draftwing's drafts lack that "
-            f"architecture's decoder layers: {_ADVICE}"
+            f"{folder}: the MTP modules of {architecture_of(config)} cannot be run, because Draftwing lacks that "
+            f"architecture's decoder layers for drafts: {_ADVICE}"
         )
         try:
             like = ModelConfig.from_hf(dict(config), where)
