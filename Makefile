@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # uv installs packages in a fraction of pip's time, but does not read pip's settings: if it fails, pip is used.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help setup demo test test-all test-oldest test-newest check format wheels clean
+.PHONY: help setup demo test test-all test-oldest test-newest check docs format wheels clean
 
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 11
@@ -51,11 +51,14 @@ test-oldest test-newest: test-%: $(READY)
 	$$install --torch-backend auto || $$install
 	.venv-$*/bin/python -m pytest -n auto --dist worksteal
 
-check: $(READY)  ## Lint, types, import layers, prose, exports, README and docs.
+check: $(READY) docs  ## Lint, types, import layers, prose, exports, README and docs.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_structure.py tests/test_prose.py tests/test_readme.py
+
+docs: $(READY)  ## Build the documentation site in build/site; half a minute.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(READY)  ## Format, and fix what ruff can.
 	$(BIN)/ruff check --fix .

@@ -13,7 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ import typer.testing
 from draftwing.budget import measure
 from draftwing.cpu.library import get_kernel
 from draftwing.errors import DraftwingError
+from draftwing.shipped import SHIPPED
 
 gc.disable()  # until all tests are collected: imported modules stay, and garbage collections would traverse them all
 IS_SHARED = "DRAFTWING_TEST_CACHE" in os.environ  # it belongs to whoever started this process
@@ -111,6 +112,125 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2Config", {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8}),
 }
 LEAN = [name for name in FAMILIES if name not in ("gpt2", "gemma2")]
+_SLIDES = ["sliding_attention", "full_attention", "sliding_attention"]
+_SCALES = {
+    "attention_multiplier": 0.2, "embedding_multiplier": 1.7, "residual_multiplier": 0.3, "logits_scaling": 2.5,
+}  # fmt: skip
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 5e5}
+_LATENT = {
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 24,
+    "n_shared_experts": 2, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
+    "first_k_dense_replace": 1, "num_key_value_heads": 4,
+}  # fmt: skip
+# Further families of the lean decoder, with every trait of theirs turned on.
+FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
+    "smollm3": ("SmolLM3Config", {"use_sliding_window": True, "sliding_window": 6, "no_rope_layers": [1, 0, 1]}),
+    "granite": ("GraniteConfig", _SCALES),
+    "granitemoe": ("GraniteMoeConfig", {**_SCALES, "num_local_experts": 4}),
+    "ministral": ("MinistralConfig", {"sliding_window": 6, "layer_types": _SLIDES, "head_dim": 8}),
+    "ministral3": (
+        "Ministral3Config",
+        {
+            "head_dim": 8,
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+        },
+    ),
+    "seed_oss": ("SeedOssConfig", {"head_dim": 8, "attention_out_bias": True}),
+    "ernie4_5": ("Ernie4_5Config", {"head_dim": 8, "use_bias": True}),
+    "hunyuan": ("HunYuanDenseV1Config", {"head_dim": 8}),
+    "hunyuan-alpha": (
+        "HunYuanDenseV1Config",
+        {"head_dim": 8, "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4}},
+    ),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo3": (
+        "Olmo3Config",
+        {
+            "sliding_window": 6,
+            "layer_types": _SLIDES,
+            "rope_parameters": {
+                "full_attention": _YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
+            },
+        },
+    ),
+    "qwen2-moe": (
+        "Qwen2MoeConfig",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "olmoe": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "gpt-oss": (
+        "GptOssConfig",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 8,
+            "sliding_window": 6,
+            "swiglu_limit": 1.0,
+            "layer_types": _SLIDES,
+            "rope_parameters": _YARN,
+        },
+    ),
+    "deepseek-v2": (
+        "DeepseekV2Config",
+        {
+            **_LATENT,
+            "q_lora_rank": 20,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.9},
+        },
+    ),
+    "deepseek-v3": ("DeepseekV3Config", {**_LATENT, "q_lora_rank": None, "num_nextn_predict_layers": 0}),
+    "arcee": ("ArceeConfig", {"head_dim": 8}),
+    "gemma": ("GemmaConfig", {"head_dim": 8}),
+    "gemma2-capped": (
+        "Gemma2Config",
+        {
+            "head_dim": 8,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 10,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "attn_implementation": "eager",  # SDPA caps no scores
+        },
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 8,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 10,
+            "final_logit_softcapping": 3.0,
+            "layer_types": _SLIDES,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "exaone4": ("Exaone4Config", {"sliding_window": 6, "layer_types": _SLIDES}),
+    "glm": ("GlmConfig", {"head_dim": 8}),
+    "glm4": ("Glm4Config", {"head_dim": 8}),
+    "cohere": ("CohereConfig", {"logit_scale": 0.3}),
+    "cohere2": ("Cohere2Config", {"sliding_window": 6, "layer_types": _SLIDES, "logit_scale": 0.3}),
+    "stablelm": ("StableLmConfig", {"use_qkv_bias": True, "partial_rotary_factor": 0.5}),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": 6}),
+    "nemotron": ("NemotronConfig", {"head_dim": 8}),
+}
+
+MIXTURES = ("granitemoe", "qwen2-moe", "olmoe", "gpt-oss", "deepseek-v2", "deepseek-v3")
+
+
+def kernel_size(family: str) -> dict[str, int]:
+    """The sizes that let the CPU kernel run one of the ``FURTHER`` families: heads of 32 channels."""
+    return {"head_dim": 32} if "head_dim" in FURTHER[family][1] else {"hidden_size": 128}
 
 
 @contextmanager
@@ -124,7 +244,7 @@ def refused(kind: type[DraftwingError], *parts: str) -> Iterator[None]:
 
 def build(family: str, seed: int = 0, **changes: Any) -> Any:
     """A random transformers model in float64 whose logits are spread out enough to be worth sampling from."""
-    kind, extra = FAMILIES[family]
+    kind, extra = {**FAMILIES, **FURTHER}[family]
     config = getattr(transformers, kind)(**{**SMALL, **extra, **changes})
     torch.manual_seed(seed)
     config._experts_implementation = "eager"  # the grouped kernel knows no float64
@@ -165,6 +285,17 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
+def chat_toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of ``shipped/`` whose toy has a chat template: a chat model that needs no download."""
+    shipped = tmp_path_factory.mktemp("shipped")
+    shutil.copytree(SHIPPED / "toy", shipped / "toy")
+    config = shipped / "toy" / "target" / "tokenizer_config.json"
+    template = "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": template}))
+    return shipped
+
+
+@pytest.fixture(scope="session")
 def lab(folder_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     """``lab("kernel")``: a target, heads trained for it, and its texts; made on first use, for tests of any file."""
     from test_exact import Lab
@@ -177,16 +308,37 @@ def lab(folder_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
     return get
 
 
+class _Float64(torch.overrides.TorchFunctionMode):
+    """Keeps float64 tensors as they are where transformers converts them to float32: norms, rotations, softmax."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.polar:  # whose cosines differ in the last bit
+            return torch.complex(args[1].cos(), args[1].sin())
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
+            if func in (torch.Tensor.float, torch.Tensor.type) or (torch.float32 in args[1:]):
+                return args[0]
+            if kwargs.get("dtype") is torch.float32:
+                kwargs = {**kwargs, "dtype": torch.float64}
+        return func(*args, **kwargs)
+
+
 def float64_norms(model: Any) -> Any:
-    """transformers computes RMSNorm in float32 even for a float64 model; a reference in float64 must not."""
+    """transformers computes norms and more in float32 even for a float64 model; a reference in float64 must not."""
+    forward = model.forward
+
+    @wraps(forward)
+    def in_float64(*args: Any, **kwargs: Any) -> Any:
+        with _Float64():
+            return forward(*args, **kwargs)
+
+    model.forward = in_float64
     for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-
-            def forward(x: torch.Tensor, m: Any = module) -> torch.Tensor:
-                eps = m.variance_epsilon if hasattr(m, "variance_epsilon") else m.eps
-                return m.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
-
-            module.forward = forward
+        for name, buffer in module.named_buffers(recurse=False):
+            if name.endswith("inv_freq"):
+                setattr(module, name, buffer.float())  # angles are computed in float32
+        if hasattr(module, "scalar_embed_scale"):
+            module.embed_scale.fill_(module.scalar_embed_scale)  # Gemma rounds it to float32
     return model
 
 

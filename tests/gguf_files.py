@@ -13,39 +13,72 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-ARCHITECTURES = {
-    "llama": "llama",
+from conftest import kernel_size
+
+ARCHITECTURES = {  # by model type
     "mistral": "llama",
     "mixtral": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
-    "phi3": "phi3",
+    "gemma3_text": "gemma3",
+    "olmo3": "olmo2",
+    "cohere": "command-r",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "qwen2_moe": "qwen2moe",
 }
-NAMES = (
-    (r"model\.embed_tokens", "token_embd"),
-    (r"model\.norm", "output_norm"),
-    (r"lm_head", "output"),
-    (r"model\.layers\.(\d+)\.input_layernorm", r"blk.\1.attn_norm"),
-    (r"model\.layers\.(\d+)\.post_attention_layernorm", r"blk.\1.ffn_norm"),
-    (r"model\.layers\.(\d+)\.self_attn\.o_proj", r"blk.\1.attn_output"),
-    (r"model\.layers\.(\d+)\.self_attn\.([qkv]|qkv)_proj", r"blk.\1.attn_\2"),
-    (r"model\.layers\.(\d+)\.self_attn\.([qk])_norm", r"blk.\1.attn_\2_norm"),
-    (r"model\.layers\.(\d+)\.mlp\.gate_up_proj", r"blk.\1.ffn_up"),
-    (r"model\.layers\.(\d+)\.mlp\.(gate|up|down)_proj", r"blk.\1.ffn_\2"),
-    (r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.gate", r"blk.\1.ffn_gate_inp"),
-    (r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(?:w1|gate_proj)", r"blk.\1.ffn_gate_exps.\2"),
-    (r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(?:w3|up_proj)", r"blk.\1.ffn_up_exps.\2"),
-    (r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(?:w2|down_proj)", r"blk.\1.ffn_down_exps.\2"),
-)
+ADJACENT = ("llama", "smollm3", "granite", "arcee")  # RoPE turns adjacent numbers, unlike the checkpoint's
+SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron")  # norms hold 1 + w
+SETTINGS = {  # the writer's methods by settings of a checkpoint
+    "attention_multiplier": "attention_scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+    "logit_scale": "logit_scale",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "sliding_window": "sliding_window",
+    "rms_norm_eps": "layer_norm_rms_eps",
+    "norm_eps": "layer_norm_eps",
+    "norm_epsilon": "layer_norm_eps",
+    "layer_norm_eps": "layer_norm_eps",
+    "use_parallel_residual": "parallel_residual",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+}
 
 
-def gguf_name(name: str) -> str:
-    stem, suffix = name.rsplit(".", 1)
-    for pattern, new in NAMES:
-        if match := re.fullmatch(pattern, stem):
-            return f"{match.expand(new)}.{suffix}"
-    raise AssertionError(name)
+_TIED = {"tie_word_embeddings": True}
+# Families of ``conftest.FURTHER`` that GGUF has: with what their files can state, and at least one layer of each kind.
+FURTHER: dict[str, dict[str, Any]] = {
+    "gemma": _TIED,
+    "gemma2-capped": {**_TIED, "query_pre_attn_scalar": 32},
+    "gemma3": {**_TIED, "query_pre_attn_scalar": 32, "num_hidden_layers": 7, "layer_types": None},
+    "smollm3": {"use_sliding_window": False, "sliding_window": None, "num_hidden_layers": 5, "no_rope_layers": None},
+    "granite": {},
+    "olmo2": {},
+    "olmo3": {},
+    "glm4": {},
+    "exaone4": {},
+    "cohere": _TIED,
+    "cohere2": {**_TIED, "num_hidden_layers": 5, "layer_types": None},
+    "seed_oss": {},
+    "ernie4_5": {},
+    "hunyuan": {},
+    "starcoder2": {"sliding_window": None},
+    "stablelm": {},
+    "nemotron": {},
+    "arcee": {},
+    "olmoe": {},
+    "qwen2-moe": {"mlp_only_layers": [], "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+}
+
+
+def changes_of(family: str) -> dict[str, Any]:
+    """The changes to a family's tiny model that let the CPU kernel run it, in 8 bits too."""
+    return {"vocab_size": 300, "intermediate_size": 64, **kernel_size(family), **FURTHER[family]}
+
+
+def architecture_of(config: dict[str, Any]) -> str:
+    return ARCHITECTURES.get(config["model_type"], config["model_type"])
 
 
 def interleave(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -60,16 +93,25 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def gguf_tensors(folder: Path) -> dict[str, np.ndarray]:
-    """The same under GGUF's names and in its order."""
+    """The same under the names that the gguf package has for them, and as llama.cpp's converter changes them."""
     config = json.loads((folder / "config.json").read_text())
+    architecture = architecture_of(config)
+    kind_of = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(kind_of[architecture], config["num_hidden_layers"])
     found: dict[str, Any] = {}
     for name, weight in tensors_of(folder).items():
-        new = gguf_name(name)
-        if ARCHITECTURES[config["model_type"]] == "llama" and re.search(r"attn_[qk]\.", new):
+        expert = re.search(r"experts\.(\d+)\.", name)
+        new = names.get_name(name.replace(expert[0], "experts.") if expert else name, (".weight", ".bias"))
+        assert new is not None, name
+        if architecture in ADJACENT and re.search(r"attn_[qk]\.", new):
             kind = "num_attention_heads" if "attn_q" in new else "num_key_value_heads"
             weight = interleave(weight, config[kind])
-        if match := re.fullmatch(r"(.*_exps)\.(\d+)\.weight", new):
-            found.setdefault(f"{match[1]}.weight", {})[int(match[2])] = weight
+        if architecture in SHIFTED and new.endswith("norm.weight"):
+            weight = weight + 1
+        if "gate_inp_shexp" in new:
+            weight = weight.squeeze()
+        if expert:
+            found.setdefault(new, {})[int(expert[1])] = weight
         else:
             found[new] = weight
     stacked = {
@@ -87,8 +129,15 @@ def add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    for key, method in SETTINGS.items():
+        if config.get(key) is not None:
+            getattr(writer, f"add_{method}")(config[key])
+    if writer.arch in ("olmo2", "exaone4") and config.get("sliding_window"):
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     rope = config.get("rope_parameters") or {}
+    if "sliding_attention" in rope:
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        rope = rope["full_attention"]
     writer.add_rope_freq_base(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
     if rope.get("rope_type") in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
@@ -100,13 +149,9 @@ def add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     if dim * heads != hidden or config["model_type"].startswith("qwen3"):
         writer.add_key_length(dim)
         writer.add_value_length(dim)
-    if config.get("sliding_window"):
-        writer.add_sliding_window(config["sliding_window"])
     if experts := config.get("num_local_experts") or config.get("num_experts"):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
-    if "moe_intermediate_size" in config:
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
 
 
 def add_byte_level(writer: gguf.GGUFWriter, folder: Path, size: int, pre: str = "gpt-2") -> None:
@@ -140,7 +185,7 @@ def write(
     ``change`` may add to the file and change it, ``keep`` leaves tensors out.
     """
     config = json.loads((folder / "config.json").read_text())
-    writer = gguf.GGUFWriter(out, ARCHITECTURES[config["model_type"]], **writer_options)
+    writer = gguf.GGUFWriter(out, architecture_of(config), **writer_options)
     writer.add_name(folder.name)
     add_sizes(writer, config)
     add_byte_level(writer, folder, config["vocab_size"])

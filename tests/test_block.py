@@ -19,6 +19,7 @@ from draftwing.cpu.noise import noise_of
 from draftwing.decode import Decoder
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
 from draftwing.formats.identity import target_id
+from draftwing.formats.tensors import to_maps
 from draftwing.loading import load_drafter, load_target
 from draftwing.methods.base import MEDUSA_TREE, Budget
 from draftwing.methods.block import BlockDrafter
@@ -368,17 +369,24 @@ def normed(x, norm):
     return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
 
 
+def applied(matrix, row):
+    return matrix.weight @ row + (0 if matrix.bias is None else matrix.bias)
+
+
 def dflash_block(net, features, pending):
     """What the LM head reads of one block (N, H) after features (L, F): token by token, key by key."""
     config, start = net.config, len(features)
     sizes = [config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim]
     context = [normed(net.fc.weight @ feature, net.state_norm) for feature in features]
     places = range(start, start + config.block_size)
-    x = [net.embedding.table[pending] if place == start else net.mask for place in places]
-    for layer in net.layers:
+    mask = net.mask if config.mask_token_id is None else net.embedding.table[config.mask_token_id]
+    x = [net.embedding.table[pending] if place == start else mask for place in places]
+    for index, layer in enumerate(net.layers):
+        window = config.windows[index] if config.windows and config.windows[index] else 1000
+        reach = 0 if config.causal and config.causal[index] else 1000
 
         def parts(row, place, layer=layer):
-            q, k, v = (layer.qkv.weight @ row).split([*sizes, sizes[1]])
+            q, k, v = applied(layer.qkv, row).split([*sizes, sizes[1]])
             q, k = (
                 normed(each.view(-1, config.head_dim), norm) for each, norm in ((q, layer.q_norm), (k, layer.k_norm))
             )
@@ -387,13 +395,13 @@ def dflash_block(net, features, pending):
         own = [parts(normed(row, layer.input_norm), place) for row, place in zip(x, places, strict=True)]
         seen = [parts(row, place)[1:] for place, row in enumerate(context)] + [each[1:] for each in own]
         rows = []
-        for row, (q, _, _) in zip(x, own, strict=True):
-            mixed = []
+        for at, row, (q, _, _) in zip(places, x, own, strict=True):
+            mixed, near = [], [each for place, each in enumerate(seen) if at - window < place <= at + reach]
             for head, query in enumerate(q):
                 group = head * config.num_kv_heads // config.num_heads
-                scores = torch.stack([query @ k[group] for k, _ in seen]) / config.head_dim**0.5
-                mixed.append(sum(w * v[group] for w, (_, v) in zip(scores.softmax(0), seen, strict=True)))
-            row = row + layer.out.weight @ torch.cat(mixed)
+                scores = torch.stack([query @ k[group] for k, _ in near]) / config.head_dim**0.5
+                mixed.append(sum(w * v[group] for w, (_, v) in zip(scores.softmax(0), near, strict=True)))
+            row = row + applied(layer.out, torch.cat(mixed))
             gate, up = (layer.mlp.gate_up.weight @ normed(row, layer.post_norm)).chunk(2)
             rows.append(row + layer.mlp.down.weight @ (F.silu(gate) * up))
         x = rows
@@ -504,6 +512,198 @@ def test_dspark_drafts_along_each_path(folder_of):
             assert tokens[node] in logits.topk(2).indices
             probs[node] = probs[above] * float(sure * logits.softmax(-1)[tokens[node]])
             assert float(tree.confidence[row, node]) == pytest.approx(probs[node], rel=1e-3)
+
+
+# --- DFlash and DSpark heads of others -------------------------------------------------------------------------------
+
+NESTED = {"mask_token_id": 7, "target_layer_ids": [0, 1]}
+MARKOV = {"markov_rank": 6, "markov_head_type": "vanilla", "enable_confidence_head": True}
+FLAT = {**NESTED, **MARKOV, "confidence_head_with_markov": True, "num_anchors": 8}
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "use_sliding_window": True}
+Z_LAB = {"architectures": ["DFlashDraftModel"], "block_size": 4, "num_target_layers": 3, "dflash_config": NESTED}
+SPECFORGE = {"projector_type": "dspark", "attention_mode": "gqa", "confidence_head_alpha": 1.0, **FLAT}
+SPECULATORS = {"block_size": 4, "mask_token_id": 7, "aux_hidden_state_layer_ids": [1, 2], "draft_vocab_size": 20}
+# Config fields of published layouts: of the top level, and of the layer's shape; their kind; and the net they mean.
+PUBLISHED = {
+    "z-lab": (Z_LAB, {}, "dflash", {"windows": (), "causal": (), "from_anchor": False, "mask_token_id": 7}),
+    "z-lab windows": (Z_LAB, WINDOWS, "dflash", {"windows": (5, None), "causal": (True, False)}),
+    "vllm windows": (
+        {**Z_LAB, "dflash_config": {**NESTED, "use_swa": True, "swa_window_size": 4, "causal": False}},
+        {}, "dflash", {"windows": (4, 4), "causal": ()},
+    ),
+    "nested size": (
+        {**Z_LAB, "block_size": None, "dflash_config": {**NESTED, "block_size": 3, "sample_from_anchor": True}},
+        {"attention_bias": True}, "dflash", {"block_size": 3, "from_anchor": True, "attention_bias": True},
+    ),
+    "specforge": (
+        {"architectures": ["DSparkDraftModel"], "block_size": 3, "dflash_config": SPECFORGE},
+        {}, "dspark", {"from_anchor": True, "rank": 6},
+    ),
+    "deepspec": (
+        {"architectures": ["Qwen3DSparkModel"], "block_size": 3, **FLAT},
+        {}, "dspark", {"from_anchor": True, "own_head": False},
+    ),
+    "speculators": (
+        {"speculators_model_type": "dflash", **SPECULATORS, "sliding_window_non_causal": True},
+        WINDOWS, "dflash", {"windows": (5, None), "causal": (), "own_head": True},
+    ),
+    "speculators dspark": (
+        {"speculators_model_type": "dspark", **SPECULATORS, **MARKOV, "sample_from_anchor": False},
+        {}, "dspark", {"from_anchor": False, "own_head": True},
+    ),
+}  # fmt: skip
+
+
+def published(place, layout, target, folder, drop=(), **changes):
+    """A folder with random tensors as another project writes them, and these tensors."""
+    top, shape, kind, _ = PUBLISHED[layout]
+    model = read_config(folder)
+    kept = "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps"
+    layer = {**{key: model[key] for key in kept.split()}, "model_type": "qwen3", "num_hidden_layers": 2, **shape}
+    layer["rope_theta"] = 10000.0
+    top = {key: value for key, value in {**top, **changes}.items() if value is not None}
+    is_speculators = "speculators_model_type" in top
+    config = {**top, "transformer_layer_config": layer} if is_speculators else {**layer, **top}
+    config = {key: value for key, value in config.items() if key not in drop}
+    torch.manual_seed(11)
+    hidden, inner, dim, vocab = layer["hidden_size"], layer["intermediate_size"], layer["head_dim"], layer["vocab_size"]
+    query, key = (layer[name] * dim for name in ("num_attention_heads", "num_key_value_heads"))
+
+    def matrix(*size):
+        return torch.randn(size) / size[-1] ** 0.5
+
+    tensors = {"fc.weight": matrix(hidden, 2 * hidden)}
+    norms = {"hidden_norm": hidden, "norm": hidden}
+    for index in range(2):
+        of = f"layers.{index}"
+        sizes = {"self_attn.q": (query, hidden), "self_attn.k": (key, hidden), "self_attn.v": (key, hidden)}
+        sizes |= {"self_attn.o": (hidden, query), "mlp.gate": (inner, hidden), "mlp.up": (inner, hidden)}
+        for name, size in {**sizes, "mlp.down": (hidden, inner)}.items():
+            tensors[f"{of}.{name}_proj.weight"] = matrix(*size)
+            if layer.get("attention_bias") and name.startswith("self_attn"):
+                tensors[f"{of}.{name}_proj.bias"] = matrix(size[0])
+        norms |= {f"{of}.input_layernorm": hidden, f"{of}.post_attention_layernorm": hidden}
+        norms |= {f"{of}.self_attn.q_norm": dim, f"{of}.self_attn.k_norm": dim}
+    tensors |= {f"{name}.weight": torch.rand(size) + 0.5 for name, size in norms.items()}
+    drafted = top.get("draft_vocab_size", vocab)
+    if drafted < vocab:
+        ids = torch.randperm(vocab)[:drafted].sort().values
+        tensors |= {"lm_head.weight": matrix(drafted, hidden), **to_maps(ids, vocab)}
+    if layout == "deepspec":  # the target's own, which were not trained
+        tensors |= {
+            "lm_head.weight": target.head.weight.clone(),
+            "embed_tokens.weight": target.embedding.plain().clone(),
+        }
+    if kind == "dspark":
+        tensors |= {"markov_head.markov_w1.weight": torch.randn(vocab, 6), "confidence_head.proj.bias": torch.randn(1)}
+        tensors |= {"markov_head.markov_w2.weight": torch.randn(drafted, 6)}
+        tensors["confidence_head.proj.weight"] = matrix(1, hidden + 6 * ("confidence_head_with_markov" in str(top)))
+    place.mkdir()
+    (place / "config.json").write_text(json.dumps(config))
+    save_file(tensors, place / "model.safetensors")
+    return place, tensors
+
+
+@pytest.mark.parametrize("layout", PUBLISHED)
+def test_heads_of_others_draft_as_their_nets_do(layout, folder_of, tmp_path):
+    """Every level's best tokens are those of the formulas, with windows, causal layers and draft vocabularies."""
+    folder = folder_of("llama", head_dim=32)
+    target = load_target(folder, prepack=False)
+    place, tensors = published(tmp_path / "head", layout, target, folder)
+    method = method_of_folder(place)
+    _, _, kind, meaning = PUBLISHED[layout]
+    assert method is get_method(kind)
+    net = method.read(place, target.embedding, target.head, target_id(target)).requires_grad_(False)
+    assert net.config.taps == (1, 2)
+    assert {name: getattr(net.config, name) for name in meaning} == meaning
+    assert all(finding.status == "ok" or finding.name == "target" for finding in diagnose(place))
+    head = tensors["lm_head.weight"] if net.config.own_head else target.head.weight.float()
+    ids = torch.arange(len(head)) if net.target_ids is None else net.target_ids
+    first = 0 if net.config.from_anchor else 1
+    found = scored(target, net, length=11)
+    blocks = net.blocks(F.pad(found.batch.ids, (0, 4)), found.features, torch.tensor([2, 7]))
+    expected = dflash_block(net, found.features[1, :8], found.batch.ids[1, 8])
+    torch.testing.assert_close(blocks[1, 1], expected, rtol=1e-3, atol=1e-4)
+    drafter = BlockDrafter(net, target)
+    for sequence, pending, tree, row, nodes in drafted(target, drafter, Budget(net.num_levels, 2, children="top")):
+        read = dflash_block(net, features_of(target, sequence, net.config.taps), pending)
+        tokens, depths = tree.tokens[row].tolist(), tree.depths[row].tolist()
+        for node in nodes:
+            above = int(tree.parents[row, node])
+            logits = head @ read[first + depths[above]]
+            if kind == "dspark":
+                logits = logits + tensors["markov_head.markov_w2.weight"] @ net.embedding_before[tokens[above]]
+            assert tokens[node] in ids[logits.topk(2).indices]
+
+
+@pytest.mark.parametrize("layout", ["z-lab windows", "deepspec", "speculators dspark"])
+def test_heads_of_others_in_our_layout(layout, small, folder_of, tmp_path):
+    folder = folder_of("llama", head_dim=32)
+    place, _ = published(tmp_path / "head", layout, small, folder)
+    convert(place, tmp_path / "ours", "draftwing")
+    method = method_of_folder(tmp_path / "ours")
+    one, other = (method.read(path, small.embedding, small.head) for path in (place, tmp_path / "ours"))
+    assert one.config == other.config
+    assert all(torch.equal(tensor, other.tensors()[name]) for name, tensor in one.tensors().items())
+    assert one.target_ids is other.target_ids is None or torch.equal(one.target_ids, other.target_ids)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "part"),
+    [
+        (
+            "z-lab",
+            {"architectures": ["DominoDraftModel"], "dflash_config": {**NESTED, "projector_type": "domino"}},
+            "domino",
+        ),
+        ("z-lab", {"architectures": ["DFlash2DraftModel"], "conv_kernel_size": 2}, "`conv_kernel_size` is 2"),
+        ("z-lab", {"dflash_config": {**NESTED, "window_growth": 2}}, "`dflash_config` has 'window_growth'"),
+        ("z-lab", {"dflash_config": {**NESTED, "attention_sink_bias": True}}, "`attention_sink_bias` is True"),
+        ("z-lab", {"target_hidden_size": 64}, "`target_hidden_size` is 64"),
+        ("z-lab", {"model_type": "gemma4"}, "`model_type` is 'gemma4'"),
+        ("specforge", {"dflash_config": {**SPECFORGE, "markov_head_type": "rnn"}}, "`markov_head_type` is 'rnn'"),
+        ("deepspec", {"architectures": ["K3DSparkModel"], "kv_lora_rank": 8}, "`kv_lora_rank` is 8"),
+        ("speculators", {"speculators_model_type": "dflash2"}, "`speculators_model_type` is 'dflash2'"),
+    ],
+)
+def test_settings_that_are_not_honoured_are_named(layout, changes, part, small, folder_of, tmp_path):
+    place, _ = published(tmp_path / "head", layout, small, folder_of("llama", head_dim=32), **changes)
+    method = method_of_folder(place)
+    with refused(UnsupportedError, "config.json", part, "the engine that it was made for"):
+        method.read(place, small.embedding, small.head)
+
+
+@pytest.mark.parametrize(
+    ("layout", "drop", "changes", "part"),
+    [
+        ("z-lab", ["rope_theta"], {}, "lacks `rope_theta`"),
+        ("z-lab", [], {"block_size": None}, "lacks `block_size`"),
+        ("z-lab windows", [], {"use_sliding_window": False}, "no window: correct `use_sliding_window`"),
+        ("z-lab windows", [], {"layer_types": ["full_attention"]}, "`layer_types` must name"),
+        ("z-lab windows", [], {"sliding_window": 3}, "a sliding window must be at least block_size 4"),
+        ("z-lab", [], {"dflash_config": {**NESTED, "mask_token_id": 61}}, "mask_token_id must be a token below 61"),
+        ("speculators", ["sliding_window_non_causal"], {}, "lacks `sliding_window_non_causal`"),
+        ("speculators dspark", ["sample_from_anchor"], {}, "lacks `sample_from_anchor`"),
+    ],
+)
+def test_configs_of_blocks_that_lack_something(layout, drop, changes, part, small, folder_of, tmp_path):
+    place, _ = published(tmp_path / "head", layout, small, folder_of("llama", head_dim=32), drop, **changes)
+    with refused(ConfigError, "config.json" if "lacks" in part or "`" in part else "head", part):
+        method_of_folder(place).read(place, small.embedding, small.head)
+
+
+def test_blocks_for_another_target(small, folder_of, tmp_path):
+    folder, own = folder_of("llama", head_dim=32), target_id(small)
+    place, _ = published(tmp_path / "layers", "z-lab", small, folder, num_target_layers=36)
+    with refused(CheckpointError, "made for a target of 36 layers"):
+        get_method("dflash").read(place, small.embedding, small.head, own)
+    far = {**NESTED, "target_layer_ids": [0, 9]}
+    place, _ = published(tmp_path / "taps", "z-lab", small, folder, dflash_config=far)
+    with refused(CheckpointError, "reads hidden state 10", "3 layers"):
+        get_method("dflash").read(place, small.embedding, small.head, own)
+    place, _ = published(tmp_path / "copy", "deepspec", small, folder)
+    with refused(UnsupportedError, "embed_tokens.weight is not the target's own"):
+        get_method("dspark").read(place, small.embedding.plain() + 1, small.head, own)
 
 
 # --- Medusa heads of others ------------------------------------------------------------------------------------------

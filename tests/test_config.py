@@ -1,14 +1,18 @@
-"""Reading config.json: the eight families against transformers' config classes, and the text of every error."""
+"""Reading config.json: all families against transformers' config classes, and the text of every error."""
 
 import json
+from contextlib import suppress
+from types import NoneType
 
 import pytest
 import torch
 import transformers
 
-from conftest import refused
+import conftest
+from conftest import FURTHER, LEAN, SMALL, refused
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
-from draftwing.models.config import LEAN_MODEL_TYPES, ModelConfig, read_config
+from draftwing.models.config import ModelConfig, read_config
+from draftwing.models.families import LEAN_MODEL_TYPES
 
 
 class MiMoConfig(transformers.Qwen2Config):
@@ -17,9 +21,9 @@ class MiMoConfig(transformers.Qwen2Config):
     model_type = "mimo"
 
 
-NAMES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Phi3")
-CLASSES = [MiMoConfig, *(getattr(transformers, f"{name}Config") for name in NAMES)]
-FAMILIES = {kind.model_type: kind for kind in CLASSES}
+CLASSES = {kind.model_type: kind for kind in transformers.CONFIG_MAPPING.values()}
+FAMILIES = {name: CLASSES.get(name, MiMoConfig) for name in LEAN_MODEL_TYPES}
+USUAL = ("llama", "mistral", "mixtral", "mimo", "qwen2", "qwen3", "qwen3_moe", "phi3")
 # 32 heads, because the default key-value heads of some families (32, 8, 4) must divide them.
 SIZES = {
     "vocab_size": 64, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 32,
@@ -47,12 +51,8 @@ def llama(**changes):
     return {key: value for key, value in config.items() if value is not ...}
 
 
-def test_families_are_all_listed():
-    assert set(FAMILIES) == set(LEAN_MODEL_TYPES)
-
-
 @pytest.mark.parametrize("version", [4, 5])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", USUAL)
 def test_reads_what_transformers_writes(family, version):
     theirs = FAMILIES[family](
         **SIZES, max_position_embeddings=512, rms_norm_eps=1e-4, bos_token_id=None, dtype="float32"
@@ -74,11 +74,51 @@ def test_reads_what_transformers_writes(family, version):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_defaults_are_those_of_transformers(family):
     # Only the sizes given: everything else must come out as transformers' class fills it in.
-    ours = ModelConfig.from_hf({"model_type": family, **SIZES})
-    assert ours == ModelConfig.from_hf(written(family))
+    # DeepSeek-V3's default number of KV heads fits its default number of heads alone.
+    more = {"hidden_size": 256, **({"num_key_value_heads": 32} if family == "deepseek_v3" else {})}
+    ours = ModelConfig.from_hf({"model_type": family, **SIZES, **more})
+    assert ours == ModelConfig.from_hf(written(family, **more))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Settings of the classes that do not change what a model computes, or that only some models of a class have.
+HARMLESS = {
+    "attention_dropout", "initializer_range", "output_router_logits", "pretraining_tp", "residual_dropout",
+    "router_aux_loss_coef", "router_jitter_noise", "use_cache", "hidden_dropout", "embedding_dropout", "eod_token_id",
+    "embd_pdrop", "resid_pdrop", "original_max_position_embeddings",
+    "no_rope_layer_interval", "_sliding_window_pattern", "sliding_window_pattern",
+}  # fmt: skip
+
+
+def changed(value):
+    if isinstance(value, bool | NoneType):
+        return not value
+    if isinstance(value, int | float):
+        return value * 2 + 1
+    if isinstance(value, list):
+        return [changed(item) for item in value] or [0]
+    swapped = {"full_attention": "sliding_attention", "sliding_attention": "full_attention"}
+    return {**value, "rope_theta": 77.0, "full_attention": {}} if isinstance(value, dict) else swapped.get(value, "x")
+
+
+@pytest.mark.parametrize("name", [*LEAN, *FURTHER])
+def test_no_setting_is_ignored(name):
+    """Each is read, or refused: a change of it changes the config, or raises."""
+    kind, settings = {**conftest.FAMILIES, **FURTHER}[name]
+    kind = getattr(transformers, kind)
+    config = json.loads(json.dumps(kind(**{**SMALL, **settings}).to_dict()))
+    if "use_sliding_window" in config:
+        more = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1, "layer_types": None}
+        config |= {key: value for key, value in more.items() if key in config}
+    base, ignored = ModelConfig.from_hf(config), set()
+    harmless = HARMLESS | ({"head_dim", "qk_head_dim", "num_nextn_predict_layers"} if base.latent else set())
+    for key in set(config) - set(transformers.PretrainedConfig().to_dict()) - harmless:
+        with suppress(ConfigError):
+            if ModelConfig.from_hf({**config, key: changed(config[key])}) == base:
+                ignored.add(key)
+    assert not ignored
+
+
+@pytest.mark.parametrize("family", USUAL)
 def test_null_key_value_heads_are_the_query_heads(family):
     assert ModelConfig.from_hf({"model_type": family, **SIZES, "num_key_value_heads": None}).num_kv_heads == 32
 
@@ -99,7 +139,8 @@ def test_biases_and_query_norms():
 
 
 def test_flags_match_the_models_of_transformers():
-    for family, kind in {**FAMILIES, "mimo": transformers.Qwen2Config}.items():  # whose layers MiMo has
+    for family in USUAL:
+        kind = transformers.Qwen2Config if family == "mimo" else FAMILIES[family]  # MiMo has Qwen2's layers
         with torch.device("meta"):
             theirs = kind(**{**SIZES, "num_hidden_layers": 1, "pad_token_id": 0})
             names = {name for name, _ in transformers.AutoModelForCausalLM.from_config(theirs).named_parameters()}
@@ -237,10 +278,10 @@ WRONG = [
 
 
 LACKING = [
-    (llama(architectures=["GemmaForCausalLM"]), "architecture GemmaForCausalLM is not supported by the lean decoder"),
+    (llama(architectures=["FalconForCausalLM"]), "architecture FalconForCausalLM is not supported by the lean decoder"),
     (llama(architectures=["LlamaForSequenceClassification"]), "architecture LlamaForSequenceClassification is not"),
     (llama(architectures=None, model_type="gpt2"), "architecture gpt2 is not supported by the lean decoder"),
-    (llama(hidden_act="relu2"), 'activation `hidden_act` "relu2" is not supported'),
+    (llama(hidden_act="xielu"), 'activation `hidden_act` "xielu" is not supported'),
     (llama(quantization_config={"bits": 4}), "`quantization_config` is set: the weights are quantised"),
     (llama(rope_scaling={"type": "su"}), 'rope_scaling: RoPE type "su" is not supported'),
     (llama(rope_scaling={"rope_type": "longrope"}), 'rope_scaling: RoPE type "longrope" is not supported'),

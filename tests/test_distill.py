@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
 
 from conftest import add_tokenizer, build, float64_norms, refused
 from draftwing.errors import CheckpointError, ConfigError, TokenizerError, UnsupportedError
@@ -149,6 +150,19 @@ def test_what_is_not_for_draft_models_is_refused(folder_of):
         TrainOptions("eagle3", own_text=0.5, iterations=1)
     with refused(UnsupportedError, "mixture of experts", "start from a dense model"):
         read_causal_lm(folder_of("mixtral"), CPU)
+    with refused(UnsupportedError, "a model of type gemma3_text is not trained", "start from a Llama-like one"):
+        read_causal_lm(folder_of("gemma3"), CPU)
+
+
+@pytest.mark.parametrize("family", ["smollm3", "granite", "hunyuan", "olmo3", "exaone4", "arcee"])
+def test_further_families_are_written_as_they_were_read(family, folder_of):
+    folder = folder_of(family)
+    written, stored = (
+        read_causal_lm(folder, CPU, dtype=torch.float64).tensors(),
+        load_file(folder / "model.safetensors"),
+    )
+    assert written.keys() == stored.keys()
+    assert all(torch.equal(written[name], stored[name]) for name in stored)
 
 
 # --- text of its own -------------------------------------------------------------------------------------------------

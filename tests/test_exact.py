@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import conftest
-from conftest import SMALL, build, refused
+from conftest import FURTHER, MIXTURES, SMALL, build, kernel_size, refused
 from draftwing.accept import RULES, get_rule
 from draftwing.cpu.library import get_kernel
 from draftwing.decode import Decoder
@@ -697,6 +697,46 @@ def test_rows_of_different_sampling_share_a_batch_and_stop_inside_drafts(drafter
     texts, _ = run(here.target, requests, made, case.budget)
     expected = [*(plain[row][: plain[row].index(*stops[row]["stop_tokens"]) + 1] for row in (0, 1)), plain[2]]
     assert [texts[row] for row in range(3)] == expected
+
+
+IN_KERNEL = (
+    {"dtype": torch.float32},
+    {"dtype": torch.float32, "quantize": "int8"},
+    {"dtype": torch.bfloat16},
+)
+
+
+@pytest.mark.parametrize("family", FURTHER)
+def test_text_of_further_families(family, folder_of):
+    """Trees of any shape, in a ragged batch, in PyTorch and in one of the kernel's arithmetics."""
+    number, folder = list(FURTHER).index(family), folder_of(family, **kernel_size(family))
+    chosen = [{"dtype": torch.float64}]
+    if family not in MIXTURES and get_kernel() is not None:
+        chosen.append(IN_KERNEL[number % len(IN_KERNEL)])
+    kind = tuple(SAMPLINGS)[number % len(SAMPLINGS)]
+    for options in chosen:
+        target = LeanTarget.from_folder(folder, **options)
+        common = {"max_tokens": MAX_TOKENS, "ignore_eos": True, **SAMPLINGS[kind]}
+        requests = [(prompt, Sampling(seed=row, **common)) for row, prompt in enumerate(PROMPTS)]
+        plain = {row: run(target, [request])[0][0] for row, request in enumerate(requests)}
+        drafter = Scripted(scattered, {PROMPTS[row]: text for row, text in plain.items()})
+        texts, stats = run(target, requests, drafter, Budget())
+        assert texts == plain
+        assert stats.num_accepted > 0
+
+
+@pytest.mark.parametrize("length", [20, 250])
+def test_capped_scores_in_pytorch(length, folder_of, monkeypatch):
+    """Their products are computed in pieces of a fixed size: a tree's bits do not depend on how many slots are read."""
+    monkeypatch.setenv("DRAFTWING_KERNEL", "off")
+    folder = folder_of("gemma2-capped", **kernel_size("gemma2-capped"), max_position_embeddings=400)
+    target = LeanTarget.from_folder(folder, torch.float32)
+    prompt = tuple(3 + number * 7 % 50 for number in range(length))
+    request = prompt, Sampling(max_tokens=MAX_TOKENS, seed=1, temperature=1.0, ignore_eos=True)
+    plain, _ = run(target, [request])
+    texts, stats = run(target, [request], Scripted(scattered, {prompt: plain[0]}), Budget())
+    assert texts == plain
+    assert stats.num_accepted > 0
 
 
 FEW_TOKENS = {

@@ -63,6 +63,7 @@ VARIANTS = {
     "eagle1-embedding": (1, {"own_embedding": True}, "eagle vllm", {"sglang": OWN, "speculators": "EAGLE-1"}),
     "eagle3-layers": (3, {"num_layers": 3}, "vllm speculators", "EAGLE-3 of 3 layers"),
     "eagle3-qkv-bias": (3, {"qkv_bias": True}, "vllm speculators", "biases of queries, keys and values in EAGLE-3"),
+    "eagle3-qk-norm": (3, {"qk_norm": True, "num_layers": 2}, "", "norms of queries and keys"),
     "eagle3-embedding": (3, {"own_embedding": True}, "eagle vllm speculators", OWN),
     "eagle3-narrow": (3, NARROW, "vllm speculators", {"eagle": "fc_norm", "sglang": OWN}),
 }
@@ -516,6 +517,47 @@ def test_old_names_of_sglang_and_vllm(tmp_path):
     assert torch.equal(net.target_ids, KEPT)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "phi3"},
+        {"model_type": "qwen2", "sliding_window": 128, "use_sliding_window": False},
+        {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0, "mrope_section": [1, 1, 2]}},
+    ],
+)
+def test_configs_copied_from_targets_go_with_llama_tensors(tmp_path, changes):
+    """Positions in a text are the same in all sections of mrope, and the tensors are plain Llama's."""
+    tensors, config = {**raw_third(), **MAPS}, raw_config(draft_vocab_size=DRAFT)
+    plain = foreign(tmp_path / "plain", config, tensors)
+    assert_same_net(load(plain), load(foreign(tmp_path / "changed", {**config, **changes}, tensors)))
+
+
+def test_a_number_of_layers_copied_from_the_target(tmp_path):
+    config = raw_config(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=DRAFT, num_hidden_layers=36)
+    folder = foreign(tmp_path / "head", config, {**raw_third(), **MAPS})
+    with pytest.warns(DraftwingWarning, match="`num_hidden_layers` 36, a number copied from the target"):
+        net = load(folder)
+    assert net.config.num_layers == 1
+
+
+@pytest.mark.parametrize("given", [{}, {"target_layer_ids": [0, 3, 6]}])
+def test_eagle_3_with_qwen3s_layer(tmp_path, given):
+    """DeepSpec's layout; queries and keys are normed, and its taps count outputs of layers."""
+    norms = {f"layers.0.self_attn.{each}_norm.weight": torch.rand(8) + 0.5 for each in "qk"}
+    tensors = {**raw_third("layers.0", VOCAB), **norms, "embed_tokens.weight": EMBEDDING.clone()}
+    config = raw_config(architectures=["Qwen3Eagle3Model"], model_type="qwen3", layer_types=["full_attention"], **given)
+    net = load(foreign(tmp_path / "head", config, tensors), torch.float64)
+    assert net.config.taps == ((1, 4, 7) if given else (2, 4, 5))
+    ids, features = torch.tensor([[5, 6, 7, 8, 9]]), torch.randn(1, 5, 96, dtype=torch.float64)
+    named = {re.sub(r"^layers\.0\.", "midlayer.", name): tensor.double() for name, tensor in tensors.items()}
+    slow = SlowNet(net, named)
+    with torch.no_grad():
+        steps = list(unroll(net, ids, features, 3))
+    for step, (_, read) in zip(steps, slow.draft(ids[0].tolist(), features[0], 0, 3), strict=True):
+        torch.testing.assert_close(step.read[0], read, rtol=1e-9, atol=1e-9)
+
+
 def raw_biases(base):
     return {f"{base}.self_attn.{each}_proj.bias": torch.randn(32 if each == "q" else 16) for each in "qkv"}
 
@@ -679,6 +721,27 @@ def test_heads_and_language_models_are_told_apart(tmp_path, folder_of):
     assert not is_head(raw_config(), first)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"draft_vocab_size": DRAFT},
+        {"architectures": ["DFlashDraftModel"], "dflash_config": {"mask_token_id": 3}},
+        {"architectures": ["K3DSparkModel"], "model_type": "k3_dspark"},
+        {"architectures": ["PEagleDraftModel"], "model_type": "llama", "num_hidden_layers": 4},
+        {"architectures": ["MedusaModel"], "model_type": "medusa"},
+        {"model_type": "gemma4_assistant"},
+        {"speculators_model_type": "dflash2"},
+        {"draftwing": {"format": 1, "kind": "dspark"}},
+        {},  # an EAGLE-1 head, which only its tensors tell
+    ],
+)
+def test_a_head_is_no_target(tmp_path, config):
+    folder = foreign(tmp_path / "head", raw_config(**config), raw_first())
+    for engine in ("auto", "lean", "transformers"):
+        with refused(CheckpointError, "is a draft head, not a language model", "as the target", f"--draft {folder}"):
+            load_target(folder, engine=engine)
+
+
 # --- broken heads ----------------------------------------------------------------------------------------------------
 
 
@@ -711,7 +774,7 @@ def test_missing_unknown_and_misshapen_tensors(head, changes, parts):
     [
         ("mask_hidden", "several tokens in one forward"),
         ("additional_layers.0.hidden_norm.weight", "SGLang's further layers"),
-        ("midlayer.self_attn.q_norm.weight", "norms on queries and keys"),
+        ("midlayer.self_attn.kv_a_proj_with_mqa.weight", "multi-head latent attention"),
         ("midlayer.mlp.up_proj.bias", "biases in the MLP"),
         ("midlayer.mlp.up_proj.weight_scale", "quantised"),
         ("embedding_layernorm.weight", "norms before fc's input"),
@@ -727,8 +790,12 @@ def test_heads_of_other_kinds(head, name, kind):
     ("changes", "found"),
     [
         ({"quantization_config": {"bits": 4}}, "its weights are quantised"),
-        ({"model_type": "qwen2"}, "of `model_type` 'qwen2'"),
-        ({"mlp_bias": True}, "`mlp_bias` is true"),
+        ({"model_type": "gemma4_assistant"}, "of `model_type` 'gemma4_assistant'"),
+        ({"mlp_bias": True}, "`mlp_bias` is True: biases in the MLP"),
+        ({"model_type": "kimi_k2", "kv_lora_rank": 8}, "`kv_lora_rank` is 8: multi-head latent attention"),
+        ({"logit_scale": 0.5}, "`logit_scale` is 0.5: scaled logits"),
+        ({"architectures": ["PEagleDraftModel"]}, "['PEagleDraftModel']: a head that drafts several tokens"),
+        ({"use_sliding_window": True, "sliding_window": 64}, "`use_sliding_window` is true"),
         ({"layer_types": ["sliding_attention"]}, "sliding_attention"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "RoPE type 'longrope'"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "`use_aux_hidden_state` is false"),

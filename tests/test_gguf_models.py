@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import draftwing as dw
-from conftest import add_tokenizer, refused
+from conftest import MIXTURES, add_tokenizer, refused
 from draftwing.cpu.layout import BLOCKS
 from draftwing.cpu.library import get_kernel
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
@@ -16,7 +16,7 @@ from draftwing.models.context import FeatureSpec
 from draftwing.models.lean import LeanTarget
 from draftwing.models.weights import WeightFiles
 from draftwing.tree import DraftTree
-from gguf_files import write
+from gguf_files import FURTHER, changes_of, write
 
 pytestmark = pytest.mark.skipif(get_kernel() is None, reason="no compiler")
 SHAPE = {"vocab_size": 300, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
@@ -100,6 +100,27 @@ def test_texts_of_a_file(kind, arithmetic, temperature, file_of, tmp_path):
         lm = dw.load(tmp_path / "whole", "none", device="cpu")
         texts.append([one.token_ids for one in lm.generate(PROMPTS, **options)])
     assert texts.count(texts[0]) == len(texts)
+
+
+@pytest.mark.parametrize("family", FURTHER)
+def test_further_families(family, folder_of, tmp_path, without_tiles):
+    """A file in F32 computes what the checkpoint does, and one in 8 bits drafts without changing its own text."""
+    source = folder_of(family, **changes_of(family))
+    if not (source / "tokenizer.json").exists():
+        add_tokenizer(source)
+    file = write(source, tmp_path / "wide.gguf")
+    ours, theirs = (load_target(folder, device="cpu") for folder in (open_gguf(file), source))
+    for found, expected in zip(logits_of(ours), logits_of(theirs), strict=True):
+        assert torch.allclose(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    short, options = write(source, tmp_path / "short.gguf", lambda name, weight: "Q8_0"), {"max_tokens": 16}
+    texts = []
+    for draft in ("none", short):
+        lm = dw.load(short, draft, device="cpu")
+        assert (lm.target.runtime == "kernel") == (family not in MIXTURES)
+        answers = lm.generate(PROMPTS, speculation=Budget(3), ignore_eos=True, **options)
+        texts.append([answer.token_ids for answer in answers])
+    assert all(answer.stats.num_drafted for answer in answers)
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q8_0", "mixed"])

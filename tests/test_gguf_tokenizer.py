@@ -72,14 +72,14 @@ def byte_level(path, tokens=(), kinds=(), merges=(), **settings):
     )
 
 
-def pieces(path, **settings):
-    """A SentencePiece vocabulary: bytes, letters, some words with scores."""
+def pieces(path, added=(), **settings):
+    """A SentencePiece vocabulary: bytes, letters, some words with scores, and tokens that the user added."""
     words = {"he": -3.0, "el": -1.0, "ll": -2.0, "lo": -2.5, "hel": -5.0, "ello": -6.0, "hello": -7.0, "llo": -4.0}
     words |= {f"{SPACE}w": -3.2, "wo": -3.5, "or": -6.5, f"{SPACE}wor": -7.5, "rl": -5.5, f"{SPACE}hello": -8.0}
     letters = {letter: -20.0 - index for index, letter in enumerate(f"{SPACE}helowrd ".replace(" ", ""))}
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters, *words, "<|user|>"]
-    scores = [0.0] * 259 + [*letters.values(), *words.values(), -1000.0]
-    kinds = [2, 3, 3, *[6] * 256, *[1] * (len(letters) + len(words)), 3]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters, *words, "<|user|>", *added]
+    scores = [0.0] * 259 + [*letters.values(), *words.values(), *[-1000.0] * (1 + len(added))]
+    kinds = [2, 3, 3, *[6] * 256, *[1] * (len(letters) + len(words)), 3, *[4] * len(added)]
     return file_with(
         path,
         model="llama",
@@ -253,6 +253,15 @@ def test_the_space_in_front(tmp_path):
     without = tokenizer_of(pieces(tmp_path / "m.gguf", add_space_prefix=False, add_bos_token=False))
     assert without.encode("wor").ids == [without.token_to_id("wo"), without.token_to_id("r")]
     assert without.decode(without.encode(" wor").ids) == " wor"
+
+
+def test_gemmas_runs_of_spaces_are_tokens(tmp_path):
+    """The converter writes the spaces of such tokens as they are in a text, unlike those of all others."""
+    fast = tokenizer_of(pieces(tmp_path / "m.gguf", ["  ", "   ", "\n\n"], add_space_prefix=False, add_bos_token=False))
+    for text, tokens in (("he  lo\n\n", ["he", "  ", "lo", "\n\n"]), ("   wor", ["   ", "wo", "r"])):
+        ids = fast.encode(text).ids
+        assert ids == [fast.token_to_id(token) for token in tokens]
+        assert fast.decode(ids) == text
 
 
 def test_phi3s_special_tokens_swallow_the_spaces_behind_them(tmp_path):

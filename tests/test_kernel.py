@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from conftest import build
+from conftest import FURTHER, MIXTURES, build, kernel_size
 from draftwing.accept import _along, _walk, match, match_logits
 from draftwing.cpu.library import get_kernel, kernel_problem
 from draftwing.cpu.noise import NativeNoise
@@ -47,6 +47,7 @@ FAMILIES = {
         },
     ),
 }
+FAMILIES |= {name: (name, kernel_size(name)) for name in FURTHER if name not in MIXTURES}
 PARENTS = [-1, 0, 0, 1, 1, 2, 5, 3, -1]
 
 
@@ -351,7 +352,7 @@ def test_a_model_has_pytorchs_numbers(name, folder_of, monkeypatch):
         ),
     ],
 )
-@pytest.mark.parametrize("name", ["llama", "window", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "window", "qwen3", "olmo2", "gemma2-capped", "cohere2", "starcoder2"])
 def test_a_nodes_bits_do_not_depend_on_its_tree(name, quantize, folder_of, monkeypatch):
     """Every node of a tree, in a batch, has the very logits that it has when its path is decoded token by token."""
     target, _ = both(folder_of, monkeypatch, name, quantize=quantize)

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from conftest import LEAN, build, float64_norms, refused
+from conftest import FURTHER, LEAN, build, float64_norms, refused
 from draftwing.decode import Decoder
 from draftwing.errors import ConfigError
 from draftwing.models.context import Context, FeatureSpec, TargetOutput
@@ -72,13 +74,35 @@ def check_trees(model, target, prompts):
         assert torch.allclose(second.logits[row], expected, atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("family", LEAN)
+@pytest.mark.parametrize("family", [*LEAN, *FURTHER])
 @pytest.mark.parametrize(
     "prompts", [[[3, 8, 12, 5]], [list(range(3, 23)), [4], [9, 9, 30, 31, 32]]], ids=["one", "ragged"]
 )
 def test_logits_of_every_family(family, prompts, folder_of):
     target = LeanTarget.from_folder(folder_of(family), torch.float64)
     check_trees(float64_norms(build(family)), target, prompts)
+
+
+def test_experts_in_blocks_of_4_bits(tmp_path):
+    """gpt-oss as it is published: MXFP4, expanded as transformers does."""
+    model, generator = build("gpt-oss", intermediate_size=64), torch.Generator().manual_seed(0)
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for index, layer in enumerate(model.model.layers):
+        for name in ("gate_up_proj", "down_proj"):
+            parameter, where = getattr(layer.mlp.experts, name), f"model.layers.{index}.mlp.experts.{name}"
+            experts, num_in, num_out = parameter.shape
+            blocks = torch.randint(0, 256, (experts, num_out, num_in // 32, 16), generator=generator).byte()
+            scales = torch.randint(123, 127, (experts, num_out, num_in // 32), generator=generator).byte()
+            parameter.data = convert_moe_packed_tensors(blocks, scales).double()
+            del tensors[where]
+            tensors |= {f"{where}_blocks": blocks, f"{where}_scales": scales}
+    save_file(tensors, tmp_path / "model.safetensors")
+    model.config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    model.config.save_pretrained(tmp_path)
+    target = LeanTarget.from_folder(tmp_path, torch.float64)
+    ids = list(range(3, 30))
+    wanted = reference(float64_norms(model), ids).logits
+    torch.testing.assert_close(target.score(torch.tensor([ids])).logits, wanted, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("rope", ROPES)

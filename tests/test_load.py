@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import draftwing as dw
-from conftest import CHAT_TEMPLATE, add_tokenizer, build, float64_norms
-from draftwing.errors import DraftwingWarning
+from conftest import CHAT_TEMPLATE, add_tokenizer, build, float64_norms, refused
+from draftwing.errors import DraftwingWarning, UnsupportedError
 from draftwing.models.adapter import AdapterTarget
 from draftwing.models.lean import LeanTarget
 from test_adapter import make
@@ -92,6 +92,17 @@ def test_auto_prefers_the_lean_decoder(family, folders):
     assert isinstance(adapter.target, AdapterTarget)
     texts = [model.generate(PROMPTS, max_tokens=12, temperature=1.0, seed=0) for model in (loaded, adapter)]
     assert [one.token_ids for one in texts[0]] == [one.token_ids for one in texts[1]]
+
+
+def test_a_setting_of_a_native_family_that_only_transformers_honours(tmp_path):
+    """The automatic engine falls back; the lean one and quantisation say which setting it is."""
+    build("stablelm", qk_layernorm=True).save_pretrained(tmp_path)
+    add_tokenizer(tmp_path, 61, [""])
+    loaded = dw.load(tmp_path, "none", dtype="float64", device="cpu")
+    assert isinstance(loaded.target, AdapterTarget)
+    for options in ({"engine": "lean"}, {"quantize": "int8"}):
+        with refused(UnsupportedError, "`qk_layernorm` True is not supported by the lean decoder"):
+            dw.load(tmp_path, "none", device="cpu", **options)
 
 
 def test_a_recurrent_model_is_decoded_without_speculation(tmp_path):

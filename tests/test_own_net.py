@@ -6,6 +6,7 @@ import json
 import re
 from functools import partial
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 import torch
@@ -319,10 +320,11 @@ def test_a_draft_vocabulary_of_its_own(run, folder, tmp_path, monkeypatch):
 
 def test_what_the_docs_show_runs(monkeypatch, capsys):
     monkeypatch.setattr("draftwing.methods.registry.METHODS", kinds := dict(METHODS))
-    text = (Path(__file__).parents[1] / "docs" / "dev" / "extending.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
-    assert len(blocks) == 2
-    for block in blocks:
+    root = Path(__file__).parents[1]
+    text = (root / "docs" / "dev" / "extending.md").read_text()
+    methods, family, net = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert indent(family, "    ") in (root / "src" / "draftwing" / "models" / "families.py").read_text()
+    for block in (methods, net):
         exec(compile(block, "extending.md", "exec"), {"__name__": "extending"})
     assert {"repeats", "guess"} <= set(kinds)
     assert get_method("guess").layouts == ("draftwing",)

@@ -1,22 +1,22 @@
 """What the README and the pages behind it show runs, its commands exist, and links lead somewhere."""
 
-import json
 import re
 import shlex
-import shutil
 from functools import cache
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import draftwing
 from draftwing.cli.main import app
 from draftwing.shipped import TOY
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", *DOCS]
-LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md"]
+LINKING = [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md"))]
+LINKING += [ROOT / folder / "README.md" for folder in ("benchmarks", "examples")]
 # What extending.md shows registers kinds of drafts: tests/test_own_net.py runs it, and takes them back.
 RUN = [page for page in PAGES if page.name != "extending.md"]
 BLOCKS = [
@@ -37,13 +37,9 @@ needs_models = pytest.mark.skipif(not (TOY / "target").exists(), reason="the shi
 
 
 @pytest.fixture
-def chat_model(tmp_path, monkeypatch):
-    """The default model without a download: the toy, with a chat template."""
-    folder = shutil.copytree(TOY / "target", tmp_path / "chat")
-    config = folder / "tokenizer_config.json"
-    template = "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": template}))
-    monkeypatch.setenv("DRAFTWING_MODEL", str(folder))
+def chat_model(chat_toy, monkeypatch):
+    """The default model without a download."""
+    monkeypatch.setenv("DRAFTWING_MODEL", str(chat_toy / "toy" / "target"))
 
 
 @needs_models
@@ -53,7 +49,7 @@ def test_python_blocks_run(block, page, chat_model, capsys):
 
 
 def test_there_is_something_to_run():
-    assert {page for param in BLOCKS for page in param.values[1:]} >= {"README.md", "use.md", "transformers.md"}
+    assert {page for param in BLOCKS for page in param.values[1:]} >= {"README.md", "quick-start.md", "transformers.md"}
     shown = {shlex.split(command, comments=True)[1] for command in COMMANDS}
     assert shown >= {"chat", "demo", "generate", "compare", "verify", "train", "data", "doctor", "export", "import"}
 
@@ -98,6 +94,11 @@ def test_the_readme_is_a_front_page():
     assert text.count("\n") <= 150
     for page in DOCS:
         assert str(page.relative_to(ROOT)) in text, f"nothing leads to {page.name}"
+
+
+def test_the_api_reference_has_every_public_name():
+    shown = re.findall(r"^::: draftwing\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.M)
+    assert sorted([*shown, "DraftwingError"]) == sorted(draftwing.__all__)
 
 
 def test_the_picture_is_small_and_needs_nothing_from_elsewhere():

@@ -244,7 +244,7 @@ def test_states_that_were_lost_are_made_again(lm, target, tasks, whole, tmp_path
     shards[1].unlink()
     shards[3].write_bytes(shards[3].read_bytes()[:-50])
     for use in (lambda: FeatureCache(folder), lambda: answer(tasks, lm(), out, cache_of(folder, target))):
-        with refused(DataError, "features-0000", "the `draftwing data cache` or `data regenerate` that made the cache"):
+        with refused(DataError, "features-0000", "`data regenerate` or `data import-states` that made the cache"):
             use()
     shards[3].unlink()
     done = answer(tasks, lm(), out, cache_of(folder, target))

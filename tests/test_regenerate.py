@@ -13,9 +13,10 @@ from conftest import TEXTS, add_tokenizer, refused
 from draftwing.cli import main as cli
 from draftwing.errors import ConfigError, DataError
 from draftwing.sampling import Sampling
+from draftwing.train.answer_batch import BatchAnswerer, write_requests
 from draftwing.train.answer_local import LMAnswerer
 from draftwing.train.answer_server import ServerAnswerer
-from draftwing.train.answers import AnsweredTask, read_tasks, regenerate, sampling_of, seed_of
+from draftwing.train.answers import AnsweredTask, read_finished_ids, read_tasks, regenerate, sampling_of, seed_of
 from draftwing.train.data import read_examples
 
 TEMPLATE = (
@@ -554,3 +555,151 @@ def test_ctrl_c_does_not_wait_for_the_server(server, dialogues, tmp_path):
     assert not released.is_set()  # two requests are still under way
     released.set()
     assert len(lines_of(tmp_path / "out.jsonl")) == 1
+
+
+# --- batches: requests and answers in files --------------------------------------------------------------------------
+
+
+def reply_to(request, **change):
+    """A line of a batch's output, as vLLM and hosted services write it."""
+    body = request["body"]
+    said = f"answer {len(body['messages'])}" if "messages" in body else " continued"
+    choice = {"message": {"role": "assistant", "content": said}} if "messages" in body else {"text": said}
+    completion = {"choices": [{**choice, "finish_reason": "stop"}], "usage": {"completion_tokens": 2}}
+    response = {"status_code": 200, "request_id": "r", "body": completion}
+    return {"id": "batch_1", "custom_id": request["custom_id"], "response": response, "error": None, **change}
+
+
+def failing(status, message):
+    return {"response": {"status_code": status, "request_id": "r", "body": {"error": {"message": message}}}}
+
+
+def write_lines(file, entries):
+    file.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return file
+
+
+def ask(file, tasks, samplings=(SAMPLED,), replies=(), **options):
+    return write_requests(file, tasks, "tiny", list(samplings), answered=BatchAnswerer(replies), **options)
+
+
+def test_requests_are_those_to_a_server(server, dialogues, tmp_path):
+    tasks = read_tasks([dialogues])
+    assert ask(tmp_path / "requests.jsonl", tasks) == 3
+    requests = lines_of(tmp_path / "requests.jsonl")
+    assert {(request["method"], request["url"]) for request in requests} == {("POST", "/v1/chat/completions")}
+    assert len({request["custom_id"] for request in requests}) == 3
+    regenerate(tasks, answerer(server, num_parallel=1), tmp_path / "out.jsonl")
+    sent = [body for _, _, body in server.requests]
+    assert all(request["body"] in sent for request in requests)
+
+
+def test_a_batch_answers_like_a_server(lm, dialogues, documents, tmp_path):
+    """A dialogue of two turns takes two rounds; temperatures come back with the names of the requests."""
+    tasks, out = read_tasks([dialogues, documents]), tmp_path / "out.jsonl"
+    samplings = [Sampling(temperature=0.0, max_tokens=9, seed=3), Sampling(temperature=0.7, max_tokens=9, seed=3)]
+    replies = []
+    for number, (num_written, num_open) in enumerate([(len(tasks) - 1, 1), (1, 0)]):
+        requests, answers = tmp_path / f"requests{number}.jsonl", tmp_path / f"answers{number}.jsonl"
+        finished = read_finished_ids(out)
+        assert ask(requests, tasks, samplings, replies, finished=finished) == [len(tasks), 1][number]
+        replies.append(write_lines(answers, [reply_to(request) for request in reversed(lines_of(requests))]))
+        batch = BatchAnswerer(replies)
+        done = regenerate(tasks, batch, out)
+        assert (done.num_written, done.num_kept, batch.num_open) == (
+            num_written,
+            len(tasks) - 1 if number else 0,
+            num_open,
+        )
+    assert ask(tmp_path / "none.jsonl", tasks, samplings, replies, finished=read_finished_ids(out)) == 0
+    assert not (tmp_path / "none.jsonl").exists()
+    entries = {entry["id"]: entry for entry in lines_of(out)}
+    assert {entry["temperature"] for entry in entries.values()} <= {0.0, 0.7}
+    assert all(entries[task.id]["temperature"] == sampling_of(samplings, task.id).temperature for task in tasks)
+    first = [message["content"] for message in entries[tasks[0].id]["messages"]]
+    assert first == ["Be brief.", "add rows", "answer 2", "and now?", "answer 4"]
+    assert entries[tasks[0].id]["num_tokens"] == 4
+    assert entries[tasks[-1].id]["text"].endswith(" continued")
+    assert read_examples([out], lm.tokenizer, max_length=64).num_tokens > 0
+
+
+def test_failed_answers_are_counted_and_asked_again(dialogues, tmp_path):
+    tasks, out = read_tasks([dialogues]), tmp_path / "out.jsonl"
+    ask(tmp_path / "requests.jsonl", tasks)
+    first, second, third = lines_of(tmp_path / "requests.jsonl")
+    expired = {"response": None, "error": {"code": "batch_expired", "message": "expired"}}
+    replies = write_lines(
+        tmp_path / "replies.jsonl",
+        [reply_to(first), reply_to(second, **failing(500, "out of memory")), reply_to(third, **expired)],
+    )
+    with replies.open("a") as file:
+        file.write('{"custom_id": "another"}\n{"custom_id": "0123456')
+    batch = BatchAnswerer([replies])
+    with refused(DataError, "none of the 2 prompts could be answered", "500 out of memory", "replies.jsonl, line 2"):
+        regenerate(tasks, batch, out)
+    assert [where for where, _ in batch.unread] == [f"{replies}, line 4", f"{replies}, line 5"]
+    assert batch.num_open == 1
+    # The next round asks for the second turn, and again for what failed.
+    assert ask(tmp_path / "again.jsonl", tasks, replies=[replies]) == 3
+    requests = lines_of(tmp_path / "again.jsonl")
+    assert [request["custom_id"] for request in requests[1:]] == [second["custom_id"], third["custom_id"]]
+    more = write_lines(
+        tmp_path / "more.jsonl",
+        [
+            reply_to(  # as vLLM writes it
+                requests[0],
+                response={"status_code": 400, "request_id": "r", "body": None},
+                error={"error": {"message": "the context is too long", "code": 400}},
+            ),
+            reply_to(requests[1], response={"status_code": 200, "body": {"choices": []}}),
+            reply_to(requests[2]),
+        ],
+    )
+    done = regenerate(tasks, BatchAnswerer([replies, more]), out)
+    assert done.num_written == 2
+    assert [where for where, _ in done.skipped] == [f"{dialogues}, line 2"]
+    assert "expected a completion, found" in done.skipped[0][1]
+    # A prompt that is refused ends its dialogue before it.
+    entries = {entry["id"]: entry["messages"] for entry in lines_of(out)}
+    assert [message["content"] for message in entries[tasks[0].id]] == ["Be brief.", "add rows", "answer 2"]
+    empty = {"response": {"status_code": 200, "body": {"choices": [{"message": {"content": " "}}]}}}
+    nothing = write_lines(tmp_path / "empty.jsonl", [reply_to(second, **empty)])
+    assert "the answer is empty" in regenerate(tasks, BatchAnswerer([nothing]), out).skipped[0][1]
+
+
+def test_files_that_are_no_batch(dialogues, tmp_path):
+    other = write_lines(tmp_path / "other.jsonl", [{"id": "1"}])
+    with refused(DataError, str(other), "no answer to a request of --write-batch", "line 1", "give the file"):
+        BatchAnswerer([other])
+    with refused(DataError, "none.jsonl: cannot be read", "give a file of answers"):
+        BatchAnswerer([tmp_path / "none.jsonl"])
+    ask(tmp_path / "requests.jsonl", read_tasks([dialogues]))
+    replies = write_lines(tmp_path / "replies.jsonl", map(reply_to, lines_of(tmp_path / "requests.jsonl")))
+    assert BatchAnswerer([replies]).count_unknown(read_tasks([dialogues], limit=2)) == 1
+    strangers = tmp_path / "strangers.jsonl"
+    strangers.write_text('{"prompt": "who is there?"}\n')
+    with refused(DataError, "the 3 answers belong to no prompt of the data"):
+        BatchAnswerer([replies]).count_unknown(read_tasks([strangers]))
+
+
+def test_batches_on_the_command_line(dialogues, tmp_path):
+    base = ["data", "regenerate", "--data", dialogues, "-o", tmp_path / "out.jsonl"]
+
+    def run(*args):
+        return CliRunner().invoke(cli.app, list(map(str, [*base, *args])))
+
+    requests, replies = tmp_path / "requests.jsonl", tmp_path / "replies.jsonl"
+    asked = run("--write-batch", requests, "--served-model", "tiny", "-T", "0.7")
+    assert asked.exit_code == 0, asked.output
+    assert "wrote 3 requests" in asked.output
+    write_lines(replies, map(reply_to, lines_of(requests)))
+    more = ["--write-batch", tmp_path / "more.jsonl", "--served-model", "tiny"]
+    found = json.loads(run("--read-batch", replies, *more, "--json").stdout)
+    assert (found["num_written"], found["open"], found["requests"], found["unread"]) == (2, 1, 1, [])
+    for args, part in [
+        (["--write-batch", requests], "--write-batch needs --served-model"),
+        (["--read-batch", replies, "--features", tmp_path / "cache"], "drop --features"),
+        (["--read-batch", replies, "--write-batch", replies, "--served-model", "tiny"], "read and written at once"),
+    ]:
+        failed = run(*args)
+        assert part in failed.output.replace("\n", " ") + str(failed.exception)

@@ -156,6 +156,9 @@ class SlowNet:
             ).split(config.head_dim)
             for each in "qkv"
         )
+        if f"{name}.self_attn.q_norm.weight" in weights:
+            query = [self._norm(f"{name}.self_attn.q_norm", each) for each in query]
+            key = [self._norm(f"{name}.self_attn.k_norm", each) for each in key]
         seen[-1].append(([self._turned(each, position) for each in key], value))
         heads = []
         for head, each in enumerate(query):

@@ -120,7 +120,8 @@ def custom_generate(
         draft: a folder, name or hub id of an EAGLE head (in any layout) or of a smaller causal LM with the same
             tokenizer, ``"lookup"``, ``"none"``, or a callable that receives the target and returns a new drafter.
         budget: how much to draft per step; None chooses it step by step.
-        rule, lossless: see ``Decoder``.
+        rule: see ``Decoder``.
+        lossless: see ``Decoder``.
         seed: for sampling; None draws one per call from torch's generator (``torch.manual_seed``). The first row uses
             it, other rows derive theirs from it. ``generate(..., seed=3)`` overrides it.
         tokenizer: the model's: a transformers tokenizer, a folder or a hub id. With it, heads and draft models are

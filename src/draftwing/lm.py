@@ -111,7 +111,8 @@ class LM:
         target: from ``load_target``.
         tokenizer: the target's.
         new_drafter: makes a drafter with empty state for each decode loop; None decodes without drafts.
-        rule, lossless: see ``Decoder``.
+        rule: see ``Decoder``.
+        lossless: see ``Decoder``.
         budget: how much to draft in every step; None decides step by step from observed costs (``budget.planner``).
 
     Attributes:

@@ -14,12 +14,14 @@ from draftwing.accept import get_rule
 from draftwing.checks import Argument, check_arguments
 from draftwing.decode import least_pages
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError, shown
+from draftwing.formats.read import is_head
 from draftwing.lm import LM
 from draftwing.methods.base import BUDGET_ARGUMENT, Budget, Drafter
 from draftwing.methods.registry import drafter_maker
 from draftwing.models.adapter import AdapterTarget
 from draftwing.models.catalogue import default_model, entry_of
-from draftwing.models.config import LEAN_MODEL_TYPES, ModelConfig, read_config
+from draftwing.models.config import ModelConfig, read_config
+from draftwing.models.families import LEAN_MODEL_TYPES
 from draftwing.models.lean import LeanTarget
 from draftwing.models.paged import PAGE, check_memory
 from draftwing.models.resolve import resolve
@@ -90,7 +92,8 @@ def load(
             ``"lookup"`` or ``"none"``; for long texts ``"self-window"`` or ``"self-snapkv"``; several at once as
             ``"eagle3+lookup"``. None takes the head that comes with Draftwing for this target, otherwise ``"lookup"``,
             or ``"none"`` for a target with recurrent layers, which cannot roll back drafted tokens.
-        rule, lossless: see ``Decoder``.
+        rule: see ``Decoder``.
+        lossless: see ``Decoder``.
         budget: how much to draft in every step; None decides step by step.
         draft_options: for the drafter, such as ``{"min_match": 3}``, the shortest repetition that lookup drafts from;
             ``{"draft": "lookup"}``: lookup drafts for the draft model; ``{"budget": 512}``: KV slots that
@@ -139,12 +142,22 @@ def load_target(
     engine: str = "auto",
     name: str | None = None,
     prepack: bool = True,
+    layers: bool = True,
 ) -> Target:
-    """Load a folder as a ``Target``. See ``load``; ``prepack=False`` keeps the weights as tensors."""
+    """Load a folder as a ``Target``. See ``load``; ``prepack=False`` keeps the weights as tensors.
+
+    ``layers=False`` loads only embedding, final norm and LM head, of native families (see ``Target.has_layers``).
+    """
     if not isinstance(engine, str) or engine not in ("auto", "lean", "transformers"):
         raise ConfigError(f"unknown engine {shown(engine)}: choose auto, lean or transformers")
     where, config = _device(device), read_config(folder)
-    lean = config.get("model_type") in LEAN_MODEL_TYPES
+    check_model(config, folder, name or str(folder))
+    lean, reason, problem = config.get("model_type") in LEAN_MODEL_TYPES, "", None
+    if lean and engine == "auto":
+        try:
+            ModelConfig.from_hf(config, str(folder / "config.json"))
+        except UnsupportedError as error:  # a setting that only transformers honours
+            lean, reason, problem = False, f" ({error})", error
     is_lean = engine == "lean" or (engine == "auto" and lean)
     numbers = _dtype(dtype, config)
     if dtype == "auto" and is_lean and where.type == "cpu" and numbers.itemsize == 2:
@@ -152,20 +165,43 @@ def load_target(
     model: Target
     if is_lean:
         model = LeanTarget.from_folder(
-            folder, numbers, where, prepack=prepack, name=name, quantize=quantize, arithmetic=arithmetic
+            folder, numbers, where,
+            prepack=prepack, name=name, quantize=quantize, arithmetic=arithmetic, layers=layers,
+        )  # fmt: skip
+    elif not layers:
+        raise UnsupportedError(
+            f"only native families can be loaded without their layers, and {folder} would run on transformers{reason}: "
+            f"load all of it"
         )
     elif quantize is not None or arithmetic is not None:
         option, value = ("arithmetic", arithmetic) if quantize is None else ("quantize", quantize)
         raise UnsupportedError(
-            f"{option}={shown(value)} needs the lean decoder, and {folder} would run on transformers: "
+            f"{option}={shown(value)} needs the lean decoder, and {folder} would run on transformers{reason}: "
             f"{'choose engine=' + repr('lean') + ', or ' if lean else ''}leave {option} out"
         )
     else:
-        model = AdapterTarget.from_folder(folder, numbers, where, name=name)
+        try:
+            model = AdapterTarget.from_folder(folder, numbers, where, name=name)
+        except CheckpointError as error:
+            if problem is None:
+                raise
+            raise problem from error  # the setting is why transformers was asked at all
     model.folder = folder
     _check_end_tokens(folder / "config.json", config.get("eos_token_id"), model.vocab_size)
     model.eos_ids = tuple(dict.fromkeys([*model.eos_ids, *_generation_eos(folder, model.vocab_size)]))
     return model
+
+
+def check_model(config: Mapping[str, Any], folder: Path, name: str) -> None:
+    """Raise CheckpointError if a folder with this ``config.json`` holds a draft head instead of a language model."""
+    block = config.get("draftwing")
+    if isinstance(block, dict) and block.get("kind") == "causal-lm":
+        return
+    if is_head(config, folder):
+        raise CheckpointError(
+            f"{name} is a draft head, not a language model: give the model that it was trained for as the target and "
+            f"this one as the draft (`draftwing generate --target MODEL --draft {name}`)"
+        )
 
 
 def check_kv_memory(
@@ -186,9 +222,14 @@ def check_kv_memory(
     """
     folder, device = resolve(target, model.get("revision")), _device(model.get("device"))
     values = read_config(folder)
+    check_model(values, folder, str(target or default_model()))
     if values.get("model_type") not in LEAN_MODEL_TYPES or model.get("engine") == "transformers":
         return  # refused for another reason
-    config, dtype = ModelConfig.from_hf(values), _dtype(model.get("dtype", "float32"), values)
+    try:
+        config = ModelConfig.from_hf(values)
+    except UnsupportedError:
+        return  # refused for another reason
+    dtype = _dtype(model.get("dtype", "float32"), values)
     itemsize = 4 if device.type == "cpu" and dtype.itemsize == 2 else dtype.itemsize
     page_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize * PAGE
     check_memory(kv_memory, page_bytes, least_pages(budget or Budget()), device)

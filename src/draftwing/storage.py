@@ -52,7 +52,9 @@ def exists(path: str | Path) -> bool:
 
 def similar_paths(path: str | Path) -> list[str]:
     """Return at most two existing paths that a missing one may be a misspelling of, best first."""
-    parts = Path(path).expanduser().parts
+    with suppress(RuntimeError):  # an unknown user's home
+        path = Path(path).expanduser()
+    parts = Path(path).parts
     for index in range(len(parts)):
         if not exists(Path(*parts[: index + 1])):
             parent = Path(*parts[:index])

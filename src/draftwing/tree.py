@@ -214,7 +214,8 @@ class DraftTree:
         """Append nodes that are scored but must not be accepted.
 
         Args:
-            tokens, parents: (B, K) the extra nodes; a parent is another extra node, -1 the root.
+            tokens: (B, K) of the extra nodes.
+            parents: (B, K) of the extra nodes: another extra node, or -1 for the root.
             depth: depth of the deepest of them.
         """
         if not tokens.shape[1]:

@@ -149,7 +149,7 @@ void tell_rows() {
     op.kind = LINEAR, op.weight = memory.data;
     tell("normed product", linear(op, x, 7, 128, 2));
     for (const auto& [kind, name] : {std::pair{ADD, "added"}, {SILU, "SiLU"}, {GELU, "GELU"}, {GELU_TANH, "GELU by tanh"}}) {
-        op.epilogue = kind, op.num_out = 70;
+        op.epilogue = kind, op.is_gated = kind >= SILU, op.num_out = 70;
         tell(name, linear(op, x, 7, 128));
     }
     std::vector<float> powers = numbers(160, 90.0f);

@@ -54,13 +54,21 @@ class Arm:
     def __init__(self) -> None:
         self.plays, self.last_step = 0, 0
         self.weight = self.seconds = self.tokens = 0.0
+        # Tokens as emitted and as predicted, over more steps than ``tokens``, and their ratio: a grown tree predicts
+        # better than a chain, which asks the drafter.
+        self._emitted = self._predicted = CONFIG.prior_weight
+        self.bias = 1.0
 
-    def add(self, seconds: float, tokens: float, step: int) -> None:
+    def add(self, seconds: float, tokens: float, predicted: float, step: int) -> None:
+        """Count a step: its duration, emitted tokens and predicted ones."""
         if self.plays >= CONFIG.prior_weight:
             seconds = min(seconds, CONFIG.max_slowdown * self.seconds / self.weight)
         keep = CONFIG.decay
         self.weight, self.seconds = keep * self.weight + 1, keep * self.seconds + seconds
-        self.tokens = keep * self.tokens + tokens
+        self.tokens = keep * self.tokens + predicted
+        keep = CONFIG.acceptance_decay
+        self._emitted, self._predicted = keep * self._emitted + tokens, keep * self._predicted + predicted
+        self.bias = self._emitted / self._predicted
         self.plays, self.last_step = self.plays + 1, step
 
     def fade(self) -> None:
@@ -72,7 +80,7 @@ class Arm:
     @property
     def speed(self) -> float:
         """Measured tokens per second of each row."""
-        return self.tokens / self.seconds if self.seconds else 0.0
+        return self.tokens * self.bias / self.seconds if self.seconds else 0.0
 
     def upper_bound(self, speed: float, step: int, prior_weight: float) -> float:
         """Return the upper confidence bound of a speed; the evidence for it decays with the steps since a play."""
@@ -108,10 +116,11 @@ class Bandit:
             predicted, prior = speedup * baseline.speed, CONFIG.prior_weight
             speeds.append((prior * predicted + arm.weight * arm.speed) / (prior + arm.weight))
 
-        drafts = max(range(1, len(speeds)), key=speeds.__getitem__)
-        if self.best and speeds[drafts] < CONFIG.min_gain * speeds[self.best]:
-            drafts = self.best
-        best = drafts if speeds[drafts] > CONFIG.min_gain * baseline.speed else BASELINE
+        # Drafts that are slower than the baseline are left at once; any other change must be worth it.
+        best = self.best if speeds[self.best] > baseline.speed else BASELINE
+        fastest = max(range(len(speeds)), key=speeds.__getitem__)
+        if speeds[fastest] > CONFIG.min_gain * speeds[best]:
+            best = fastest
         if best != self.best:
             self.best, self.is_probing, self.interval = best, False, CONFIG.first_interval
             self.next_probe = self.steps + self.interval
@@ -132,13 +141,16 @@ class Bandit:
                 self.next_probe = self.steps + self.interval
         return self.current
 
-    def add(self, seconds: float, tokens: float) -> None:
+    def add(self, seconds: float, tokens: float, predicted: float) -> None:
         """Count a step of the current arm. A probe continues while its steps would be worth a change of arms."""
-        self.arms[self.current].add(seconds, tokens, self.steps)
+        arm = self.arms[self.current]
+        arm.add(seconds, tokens, predicted, self.steps)
         baseline = self.arms[BASELINE]
         if baseline.weight:
             self.costs.baseline = baseline.seconds / baseline.weight
-        self.is_probing = self.is_probing and tokens > CONFIG.min_gain * seconds * self.arms[self.best].speed
+        self.is_probing = (
+            self.is_probing and predicted * arm.bias > CONFIG.min_gain * seconds * self.arms[self.best].speed
+        )
 
     def begin_request(self) -> None:
         """Reduce the weight of drafts in earlier requests, and probe soon."""
@@ -175,8 +187,6 @@ class Planner:
         self._budgets: list[Budget] = []  # by arm
         self._speedups: list[float] = []  # predicted, by arm
         self._unlearned: list[tuple[Tensor, Tensor, Tensor | None]] = []
-        # Decayed tokens that draft probabilities predict, and emitted ones; they start as equal.
-        self._expected = self._emitted = CONFIG.prior_weight
         self._was_baseline = True
         self._request: Row | None = None
         self._num_losses, self._num_skips = 0, 0  # requests in a row without a gain, requests still to skip
@@ -234,19 +244,16 @@ class Planner:
         with self._lock:
             rows, nodes = tree.tokens.shape
             is_draft = nodes > 1 or bool(tree.num_draft_forwards)
-            tokens = num_tokens / rows
-            if is_draft and self._grown is not None and tree.confidence is not None:
-                # The expected number varies less than the emitted one. Its bias is corrected by their decayed ratio.
-                expected, keep = float(tree.confidence.sum()) / rows, CONFIG.acceptance_decay
-                self._expected, self._emitted = keep * self._expected + expected, keep * self._emitted + tokens
-                tokens = expected * self._emitted / self._expected
-            # The first draft after baseline steps also reads the tokens since the last draft, so it takes longer.
+            # The first draft after the baseline's steps also reads the tokens since the last draft: it takes longer.
             if not (is_draft and self._was_baseline):
-                self._bandit.add(seconds, tokens)
+                tokens = predicted = num_tokens / rows
+                if is_draft and self._grown is not None and tree.confidence is not None:
+                    predicted = float(tree.confidence.sum()) / rows  # it varies less than the emitted number
+                self._bandit.add(seconds, tokens, predicted)
                 if is_draft:
                     levels = float(tree.max_depth) if tree.num_draft_forwards is None else tree.num_draft_forwards
                     self._bandit.drafted.append((nodes, levels, seconds, draft_seconds))
-            self._was_baseline = not is_draft
+            self._was_baseline = self._bandit.current == BASELINE
             if nodes > 1:
                 self._unlearned.append((tree.parents, accepted.path, tree.node_probs))
 

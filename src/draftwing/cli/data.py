@@ -1,9 +1,10 @@
-"""``draftwing data regenerate | cache`` and ``draftwing datastore build | info``: training data and retrieval data."""
+"""``draftwing data regenerate | cache | import-states``, and ``draftwing datastore build | info``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,9 @@ from draftwing.models.catalogue import default_model
 if TYPE_CHECKING:
     from draftwing.methods.suffix_array import Store
     from draftwing.sampling import Sampling
+    from draftwing.train.answers import Task
 
-data_app = typer.Typer(no_args_is_help=True, help="Prepare training data: `regenerate`, `cache`.")
+data_app = typer.Typer(no_args_is_help=True, help="Prepare training data: `regenerate`, `cache`, `import-states`.")
 datastore_app = typer.Typer(
     no_args_is_help=True, help="Build and describe datastores for retrieval (REST): `build`, `info`."
 )
@@ -57,6 +59,10 @@ class Answers:
     served_model: str | None = option(None, "The target's name on that server.")
     api_key: str | None = option(None, "Key for the server.", envvar="OPENAI_API_KEY")
     num_parallel: int = option(16, "Requests to each server at once.", min=1)
+    write_batch: Path | None = option(
+        None, "Write what is not answered yet to this file, as requests of OpenAI's batch API (vLLM: run-batch)."
+    )
+    read_batch: list[Path] | None = option(None, "Read a batch's answers from this file. Repeatable.")
 
     def to_samplings(self) -> list[Sampling]:
         """Return the checked parameters for each temperature."""
@@ -93,6 +99,8 @@ def regenerate(
     - `draftwing data regenerate --data dialogues.jsonl -o answered.jsonl -T 0.7`
     - `draftwing data regenerate --data dialogues.jsonl -o answered.jsonl -T 0,1 --features features`
     - `draftwing data regenerate --data chats.jsonl -o out.jsonl --server http://localhost:8000 --served-model my-model`
+    - `draftwing data regenerate --data chats.jsonl -o out.jsonl --served-model my-model --write-batch requests.jsonl`
+    - `draftwing data regenerate --data chats.jsonl -o out.jsonl --read-batch replies.jsonl`
     """
     from draftwing.formats.identity import target_id
     from draftwing.train.answer_local import LMAnswerer
@@ -104,6 +112,22 @@ def regenerate(
     samplings = answers.to_samplings()
     answerer: LMAnswerer | ServerAnswerer
     tokenizer = cache = None
+    read = partial(
+        read_tasks,
+        data.sources,
+        prompt_tokens=prompt_tokens,
+        per_document=per_document,
+        limit=limit,
+        exclude=data.exclude,
+        output=out,
+    )
+    if answers.write_batch is not None or answers.read_batch:
+        if features is not None or answers.server:
+            raise ConfigError(
+                "--write-batch and --read-batch answer without model and server: drop --features, --server"
+            )
+        _regenerate_in_batches(answers, samplings, read(), out, as_json=as_json)
+        return
     if answers.server:
         if features is not None:
             raise ConfigError("--features needs a model here: a server gives no hidden states; drop --server")
@@ -122,15 +146,7 @@ def regenerate(
         states = () if cache is None else cache.info.states
         answerer = LMAnswerer(lm, samplings, max_batch=answers.max_batch, states=states)
     with progress("reading the prompts"):
-        tasks = read_tasks(
-            data.sources,
-            prompt_tokens=prompt_tokens,
-            per_document=per_document,
-            limit=limit,
-            tokenizer=tokenizer,
-            exclude=data.exclude,
-            output=out,
-        )
+        tasks = read(tokenizer=tokenizer)
     if cache is not None:
         max_tokens = sum(task.num_prompt_tokens + task.num_turns * answers.max_tokens for task in tasks)
         largest, per_token = cache.info.size(len(tasks), max_tokens), cache.info.size(0, 1).num_bytes
@@ -163,9 +179,60 @@ def regenerate(
     if cache is not None:
         screen.line(f"{features} has {cache.num_rows} rows, {cache.size}")
         screen.line(f"train on it: draftwing train {taps.method} ... --cache {features}", "dim")
-    if done.skipped:
-        where, why = done.skipped[0]
-        screen.line(f"{len(done.skipped)} could not be answered, the first {where}: {why}", "yellow")
+    _report_skipped(done.skipped, "could not be answered")
+
+
+def _report_skipped(skipped: Sequence[tuple[str, str]], what: str) -> None:
+    if skipped:
+        where, why = skipped[0]
+        screen.line(f"{len(skipped)} {what}, the first {where}: {why}", "yellow")
+
+
+def _regenerate_in_batches(
+    answers: Answers, samplings: Sequence[Sampling], tasks: Sequence[Task], out: Path, *, as_json: bool
+) -> None:
+    """Read a batch's answers, then write requests for what is not answered."""
+    from draftwing.train.answer_batch import BatchAnswerer, write_requests
+    from draftwing.train.answers import read_finished_ids
+    from draftwing.train.answers import regenerate as run
+
+    if answers.write_batch is not None and answers.served_model is None:
+        raise ConfigError("--write-batch needs --served-model: the name under which the service knows the target")
+    if answers.write_batch in (answers.read_batch or []):
+        raise ConfigError(f"{answers.write_batch}: is read and written at once: give another file to --write-batch")
+    answerer, result = BatchAnswerer(answers.read_batch or []), {}
+    if answers.read_batch:
+        num_unknown = answerer.count_unknown(tasks)
+        with progress("reading the answers", resumes=True) as on_progress:
+            done = run(tasks, answerer, out, on_progress=on_progress)
+        result = {**asdict(done), "open": answerer.num_open, "unknown": num_unknown, "unread": answerer.unread}
+    num_requests = 0
+    if answers.write_batch is not None and answers.served_model is not None:
+        finished = read_finished_ids(out)
+        num_requests = write_requests(
+            answers.write_batch, tasks, answers.served_model, samplings, answered=answerer, finished=finished
+        )
+    if as_json:
+        screen.print_json({"out": str(out), **result, "requests": num_requests})
+        return
+    if answers.read_batch:
+        screen.line(
+            f"wrote {done.num_written} records ({done.num_tokens:,} tokens) to {out}; {done.num_kept} were there, "
+            f"{answerer.num_open} have turns without an answer"
+        )
+        _report_skipped(done.skipped, "could not be answered")
+        _report_skipped(answerer.unread, "lines are no answers")
+        if num_unknown:
+            screen.line(f"{num_unknown} answers belong to no prompt of the data", "yellow")
+    if answers.write_batch is None:
+        return
+    if num_requests:
+        screen.line(f"wrote {num_requests} requests to {answers.write_batch}")
+        screen.line(
+            f"then: vllm run-batch -i {answers.write_batch} -o REPLIES --model MODEL, and --read-batch REPLIES", "dim"
+        )
+    else:
+        screen.line(f"every prompt has an answer in {out}: no requests were written")
 
 
 @data_app.command("cache")
@@ -221,6 +288,73 @@ def cache(
     screen.line(f"wrote {done.num_shards - done.num_kept} shards to {out}; {done.num_kept} were there")
     settings = f"--max-length {max_length} --validation-share {validation_share}"
     screen.line(f"train on it: draftwing train {taps.method} ... --cache {out} {settings}", "dim")
+
+
+@data_app.command("import-states")
+@with_options
+def import_states(
+    data: Data,
+    taps: TapOptions,
+    folder: Path = argument(..., "Folder of the files that the engine wrote (vLLM's shared_storage_path)."),
+    engine: str = option(..., "The engine: vllm (its method extract_hidden_states).", "--from"),
+    out: Path = option(..., "Folder of the cache: run again to continue.", "-o"),
+    target: str | None = TARGET,
+    layer_ids: str | None = option(
+        None, "vLLM's eagle_aux_hidden_state_layer_ids. [default: the method's taps, and the number of layers]"
+    ),
+    dtype: str = option("bfloat16", "Data type of the target.", expert=True),
+    device: str | None = option(None, "cpu or cuda. [default: cuda if available]"),
+    as_json: bool = JSON,
+) -> None:
+    """Make a cache for `draftwing train --cache` of hidden states that another engine wrote, on any number of nodes.
+
+    `--data` has the dialogues that the engine read, whose answers count in the loss; without it every token counts. Of
+    the target only the embedding, the final norm and the LM head are read.
+
+    Examples:
+
+    - `draftwing data import-states states --from vllm -t path/or/hub-id --data answers.jsonl -o features`
+    - `draftwing data import-states states --from vllm -t path/or/hub-id --layer-ids 2,18,33,36 -o features`
+    - `draftwing train eagle3 -t path/or/hub-id --cache features --ends-only --minutes 60 -o head`
+    """
+    from draftwing.formats.identity import target_id
+    from draftwing.loading import load_target
+    from draftwing.models.lean import LeanTarget
+    from draftwing.models.resolve import resolve
+    from draftwing.text.tokenizer import Tokenizer
+    from draftwing.train.data import read_examples
+    from draftwing.train.vllm_states import import_states as run
+
+    if engine != "vllm":
+        raise ConfigError(f"--from must be vllm, found {shown(engine)}")
+    choose, layers, place = taps.chooser(), parse_taps(layer_ids, "--layer-ids"), resolve(target)
+    tokenizer = Tokenizer(place)
+    name = target or default_model()
+    model = load_target(place, dtype=dtype, device=device, name=name, prepack=False, layers=False)
+    assert isinstance(model, LeanTarget)  # others cannot be loaded without layers
+    dialogues = None
+    if data.sources:
+        with progress("reading the data") as on_data:
+            corpus = read_examples(
+                data.sources, tokenizer, max_length=model.max_length, exclude=data.exclude, on_progress=on_data
+            )
+        dialogues = corpus.examples
+    with progress("reading the states, files") as on_progress:
+        done = run(
+            folder, out, model, choose(model.num_layers),
+            identity=target_id(model, tokenizer), layers=layers, dialogues=dialogues, on_progress=on_progress,
+        )  # fmt: skip
+    if as_json:
+        screen.print_json({"out": str(out), **asdict(done)})
+        return
+    screen.line(f"{out} has {done.num_rows} rows, {done.size}; {done.num_kept} were there")
+    if done.agreement is not None:
+        screen.line(
+            f"the LM head predicts {done.agreement:.0%} of the tokens that count: near 0 if the layers or the target "
+            f"are not those that vLLM ran"
+        )
+    _report_skipped(done.skipped, "files were left out")
+    screen.line(f"train on it: draftwing train {taps.method} ... --cache {out} --ends-only", "dim")
 
 
 @datastore_app.command("build")

@@ -348,11 +348,11 @@ class Data:
         return self.data or []
 
 
-def parse_taps(text: str | None) -> tuple[int, ...] | None:
-    """Return the layer numbers of ``--taps``. Raises ConfigError."""
+def parse_taps(text: str | None, name: str = "--taps") -> tuple[int, ...] | None:
+    """Return the layer numbers of an option. Raises ConfigError."""
     if text is None:
         return None
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ConfigError(f"--taps must be numbers such as 2,16,29, found {shown(text)}") from None
+        raise ConfigError(f"{name} must be numbers such as 2,16,29, found {shown(text)}") from None

@@ -16,9 +16,9 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.control import Control, ControlType
+from rich.control import Control
 from rich.markup import escape
-from rich.segment import Segment, Segments
+from rich.segment import ControlType, Segment, Segments
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text

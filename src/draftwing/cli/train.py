@@ -49,7 +49,14 @@ class Run:
     target: str | None = TARGET
     cache: Path | None = option(
         None,
-        "Features of `draftwing data cache` (with its --data) or `draftwing data regenerate --features` (without).",
+        "Features of `draftwing data cache` (with its --data), or of `data regenerate --features` or `data "
+        "import-states` (without).",
+    )
+    ends_only: bool = option(
+        False,
+        "With --cache: load no more of the target than embedding, norm and LM head. tau is not measured.",
+        "--ends-only",
+        expert=True,
     )
     init_from: Path | None = option(None, "Start from this head, in any layout, or from this draft model.")
     licence: str | None = option(None, "Licence for the head's card, such as Apache-2.0.")
@@ -118,7 +125,15 @@ def train(
     options = TrainOptions(method, save_every=50, **{**asdict(training), "taps": parse_taps(training.taps)})
     files = RunFiles(run.target, data.sources, data.exclude, run.cache, run.init_from, run.licence)
     try:
-        session = prepare(files, options, run.out, dtype=run.dtype, device=run.device, phase=progress.progress)
+        session = prepare(
+            files,
+            options,
+            run.out,
+            dtype=run.dtype,
+            device=run.device,
+            layers=not run.ends_only,
+            phase=progress.progress,
+        )
     except KeyboardInterrupt:
         screen.line("stopped before the first update: nothing was written", "yellow")
         raise
@@ -129,7 +144,7 @@ def train(
     if not is_main:
         return
     finished = done.iteration >= done.iterations
-    if finished and run.forecast_prompts:
+    if finished and run.forecast_prompts and not run.ends_only:
         _collect_statistics(session, run.forecast_prompts)
     head, curves = run.out / "head", draw_curves(run.out)
     if as_json:

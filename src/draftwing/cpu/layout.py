@@ -25,9 +25,11 @@ class Op(ctypes.Structure):
             (name, ctypes.c_int32)
             for name in ("format", "num_heads", "num_kv_heads", "head_dim", "layer", "window", "first", "row_form")
         ),
-        *((name, ctypes.c_float) for name in ("eps", "scale")),
+        *((name, ctypes.c_int32) for name in ("is_gated", "centers", "norms_rotated")),
+        *((name, ctypes.c_int32) for name in ("rotation_first", "rotation_pairs", "query_scale")),
+        *((name, ctypes.c_float) for name in ("eps", "scale", "cap")),
         *((name, ctypes.c_void_p) for name in ("norm", "weight", "scales", "sums", "bias", "places")),
-        *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm")),
+        *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm", "norm_bias", "sinks")),
     ]
 
 

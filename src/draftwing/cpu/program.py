@@ -22,17 +22,27 @@ from draftwing.cpu.packed import Packed
 from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.models.attention import Heads
 
-ACTIVATIONS = {"silu": 2, "gelu": 3, "gelu_pytorch_tanh": 4}
+ACTIVATIONS = {"silu": 2, "gelu": 3, "gelu_pytorch_tanh": 4, "relu2": 5}
 _EMBED, _NORM, _LINEAR, _ATTEND, _COPY = range(5)
 _STORE, _ADD = 0, 1
 _NO_SOURCE = -1
 
 
 class NormLike(Protocol):
-    """An RMSNorm with weight (H,)."""
+    """An RMSNorm, or a LayerNorm if it ``centers``, with weight (H,) and a bias (H,) or None."""
 
     weight: Any
+    bias: Any
     eps: float
+    centers: bool
+
+
+def _norm_fields(norm: NormLike) -> dict[str, Any]:
+    """The fields of an operation that norms its input; none that are off."""
+    fields: dict[str, Any] = {"norm": norm.weight.detach().float(), "eps": norm.eps}
+    if norm.bias is not None:
+        fields["norm_bias"] = norm.bias.detach().float()
+    return {**fields, "centers": 1} if norm.centers else fields
 
 
 class Program:
@@ -155,7 +165,8 @@ class Traced:
 
     Attributes:
         buffer, column: number of the value that holds it, and the first column.
-        norm: weight and eps of an RMSNorm still to be applied.
+        norm: a norm still to be applied.
+        scale: of the rows of ``table``.
         table: packed (V, width), whose rows are still to be read.
         version: a sum overwrites its residual, which invalidates older handles.
     """
@@ -164,8 +175,9 @@ class Traced:
     buffer: int
     width: int
     column: int = 0
-    norm: tuple[Tensor, float] | None = None
+    norm: NormLike | None = None
     table: Packed | None = None
+    scale: float = 1.0
     version: int = 0
 
     @classmethod
@@ -186,14 +198,15 @@ class Traced:
         if self.table is not None:
             code = self.table.format.code
             self.program.add(
-                target, kind=_EMBED, column=column, num_out=self.width, weight=self.table.weight, format=code
-            )
+                target, kind=_EMBED, column=column, num_out=self.width, weight=self.table.weight, format=code,
+                scale=0.0 if self.scale == 1 else self.scale,
+            )  # fmt: skip
             return
         read: dict[str, Any] = {"column": column, "first": self.column, "num_in": self.width}
         if self.norm is None:
             self.program.add(target, self.buffer, kind=_COPY, **read)
         else:
-            self.program.add(target, self.buffer, kind=_NORM, norm=self.norm[0], eps=self.norm[1], **read)
+            self.program.add(target, self.buffer, kind=_NORM, **_norm_fields(self.norm), **read)
 
     def settled(self) -> Traced:
         """The same value, computed and at column 0."""
@@ -204,9 +217,31 @@ class Traced:
         return settled
 
     def normed(self, norm: NormLike) -> Traced:
-        """RMSNorm, computed by the operation that reads it."""
+        """A norm, computed by the operation that reads it."""
         source = self.settled() if self.table is not None or self.norm is not None else self
-        return replace(source, norm=(norm.weight.detach(), norm.eps))
+        return replace(source, norm=norm)
+
+    def with_normed(self, start: int, norm: NormLike) -> Traced:
+        """The same value, of which the columns from ``start`` on are normed, as many as the norm has weights."""
+        value = self._overwritten()
+        columns = {"column": start, "first": start, "num_in": norm.weight.shape[0]}
+        self.program.add(value.buffer, kind=_NORM, **_norm_fields(norm), **columns)
+        return value
+
+    def plus(self, other: Traced) -> Traced:
+        """The sum with a value that is normed, which overwrites this one."""
+        if other.norm is None:
+            raise ConfigError("a net added two values without a matrix or a norm: set is_traceable = False")
+        value = self._overwritten()
+        columns = {"first": other.column, "num_in": other.width, "epilogue": _ADD}
+        self.program.add(value.buffer, other.buffer, kind=_NORM, **_norm_fields(other.norm), **columns)
+        return value
+
+    def scaled(self, factor: float) -> Traced:
+        """The rows of an embedding, times ``factor``."""
+        if self.table is None:
+            raise ConfigError("a net scaled a value that is no embedding: set is_traceable = False")
+        return replace(self, scale=self.scale * factor)
 
     def columns(self, start: int, stop: int) -> Traced:
         """(R, stop - start) of its columns."""
@@ -223,15 +258,18 @@ class Traced:
         *,
         activation: str | None = None,
         spread: tuple[Tensor, int] | None = None,
+        scale: float = 1.0,
+        cap: float = 0.0,
     ) -> Traced:
-        """A matrix times it, added to ``residual``; with ``activation`` a gated one.
+        """A matrix times it, added to ``residual``, or activated: gates then multiply a gated matrix's other outputs.
 
         Args:
             packed: the matrix, or matrices whose outputs are concatenated.
+            scale, cap: see ``Linear``.
             spread: (num_out,) int64 the column of (R, width) for each output, and the width; other columns stay.
         """
         parts = (packed,) if isinstance(packed, Packed) else packed
-        if any(part.gated != (activation is not None) for part in parts):
+        if any(part.gated for part in parts) and activation is None:
             raise ConfigError(
                 "the gate_up matrix of a GatedMLP has a layout that only the GatedMLP reads: call the GatedMLP instead"
             )
@@ -240,15 +278,17 @@ class Traced:
         program, width = self.program, sum(part.num_out for part in parts) if spread is None else spread[1]
         epilogue = ACTIVATIONS[activation] if activation is not None else _STORE if residual is None else _ADD
         out = Traced(program, program.scratch(width), width) if residual is None else residual._overwritten()
-        norm, eps = source.norm or (None, 0.0)
+        # Only what is used: an operation's other fields are 0.
+        fields = {} if source.norm is None else _norm_fields(source.norm)
+        fields |= ({"scale": scale} if scale != 1 else {}) | ({"cap": cap} if cap else {})
         column = 0
         for part in parts:
             places = None if spread is None else spread[0][column : column + part.num_out]
             program.add(
                 out.buffer, source.buffer, kind=_LINEAR, num_in=part.num_in, num_out=part.num_out, epilogue=epilogue,
-                format=part.format.code, row_form=part.row_form, eps=eps, norm=norm, weight=part.weight,
-                scales=part.scales, sums=part.sums,
-                bias=part.bias, places=places, column=0 if places is not None else column,
+                format=part.format.code, row_form=part.row_form, weight=part.weight,
+                scales=part.scales, sums=part.sums, is_gated=part.gated,
+                bias=part.bias, places=places, column=0 if places is not None else column, **fields,
             )  # fmt: skip
             column += part.num_out
         return out
@@ -290,14 +330,23 @@ class TracedAttention:
 
     def __call__(self, layer: int, qkv: Traced, heads: Heads) -> Traced:
         """(R, (heads + 2 * KV heads) * D) -> (R, heads * D)."""
-        program, width = qkv.program, heads.num_heads * heads.head_dim
+        program, width, traits = qkv.program, heads.num_heads * heads.head_dim, heads.traits
         out = Traced(program, program.scratch(width), width)
-        both = heads.q_norm is not None and heads.k_norm is not None
-        norms = {"q_norm": heads.q_norm.weight, "k_norm": heads.k_norm.weight, "eps": heads.q_norm.eps} if both else {}
+        # Only what is used: an operation's other fields are 0.
+        fields: dict[str, Any] = {}
+        if heads.q_norm is not None and heads.k_norm is not None:
+            fields |= {"q_norm": heads.q_norm.weight.float(), "k_norm": heads.k_norm.weight.float()}
+            fields |= {"eps": heads.q_norm.eps, "norms_rotated": traits.norms_rotated}
+        if traits.rotation is not None:
+            fields |= {"rotation_first": traits.rotation[0], "rotation_pairs": traits.rotation[1] or -1}
+        if traits.query_scale is not None:
+            fields["query_scale"] = traits.query_scale + 1
+        if traits.sinks is not None:
+            fields["sinks"] = traits.sinks.float()
         program.add(
             out.buffer, qkv.settled().buffer, kind=_ATTEND, layer=layer, window=self._windows[layer] or 0,
-            scale=heads.head_dim**-0.5, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads,
-            head_dim=heads.head_dim, **norms,
+            scale=heads.head_dim**-0.5 if traits.scale is None else traits.scale, cap=traits.cap,
+            num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim, **fields,
         )  # fmt: skip
         return out
 

@@ -113,7 +113,7 @@ class KernelRunner(Runner):
         self._reserved = (0, 0)  # rows and slots of the cache
         self._data: Tensor | None = None  # the cache's slots; a new tensor when they have moved, for whichever runner
         self._rotation: Tensor | None = None  # by position; None if it depends on more
-        self._drafts_trees = net.shape.is_shifted and net.rotary.config.position_only
+        self._drafts_trees = net.shape.is_shifted and net.rotary.position_only
         # Temporary outputs of drafts. Tokens that a sparse net leaves out are never written: they hold -inf.
         self._logits = torch.empty(0, net.shape.vocab_size)
         self._states = torch.empty(2, 0, net.shape.state_width)
@@ -220,8 +220,8 @@ class KernelRunner(Runner):
         self._reserved = self.cache.num_rows, self.cache.num_slots
         batch, rotary = self._space.batch, self.net.rotary
         batch.set_cache(self.cache.data, self.cache.table)
-        batch.rotation_by_row = int(not rotary.config.position_only)
-        if rotary.config.position_only:
+        batch.rotation_by_row = int(not rotary.position_only)
+        if rotary.position_only:
             self._rotation = rotary.table(self._reserved[1]).contiguous()
             batch.rotation, batch.rotary_half = self._rotation.data_ptr(), self._rotation.shape[-1]
 

@@ -90,7 +90,7 @@ def _norms(library: ctypes.CDLL, x: np.ndarray) -> bool:
 
 
 def _activations(library: ctypes.CDLL, x: np.ndarray, weight: np.ndarray) -> bool:
-    op = {"kind": _LINEAR, "num_out": _OUT, "format": 0, "epilogue": _SILU, "weight": _tiles(weight)}
+    op = {"kind": _LINEAR, "num_out": _OUT, "format": 0, "epilogue": _SILU, "is_gated": 1, "weight": _tiles(weight)}
     gate, up = np.split(x.astype(np.float64) @ weight.T.astype(np.float64), 2, axis=1)
     return _near(_run(library, x, _OUT, op), gate / (1 + np.exp(-gate)) * up)
 

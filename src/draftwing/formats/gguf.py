@@ -65,11 +65,13 @@ class Metadata:
 
     def __init__(self, pairs: dict[str, Any], where: str) -> None:
         self.pairs, self.where = pairs, where
+        self.read: set[str] = set()  # keys that were looked up
 
     def __contains__(self, key: str) -> bool:
         return key in self.pairs
 
     def _get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
         value = self.pairs.get(key, default)
         if value is None:
             raise ConfigError(f"{self.where}: required metadata `{key}` is missing. {ADVICE}")
@@ -131,6 +133,7 @@ class Metadata:
 
     def numbers(self, key: str, kinds: str, length: int) -> list[Any] | None:
         """Return an array of ``length`` numbers whose numpy kind is in ``kinds``; None if the key is missing."""
+        self.read.add(key)
         value = self.pairs.get(key)
         if value is None:
             return None

@@ -15,23 +15,25 @@ import re
 import shutil
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import closing, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
-from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
-from draftwing.formats.gguf import GgufFile, is_gguf, open_file, shortest_decimal
+from draftwing.errors import CheckpointError, ConfigError, UnsupportedError, shown
+from draftwing.formats.gguf import GgufFile, Metadata, is_gguf, open_file, shortest_decimal
 from draftwing.formats.gguf_tokenizer import end_ids, special_id, tokenizer_config, tokenizer_json
 from draftwing.models.config import ModelConfig
+from draftwing.models.families import FAMILIES, ExpertTraits, Family, Key
 from draftwing.storage import private_folder
 
 LINK = "model.gguf"
-_FORM = 1  # version of the written files: a higher one replaces all folders
+_FORM = 2  # version of the written files: a higher one replaces all folders
 _HASHED_BYTES = 1 << 16  # the start of a file identifies it, together with its path, size and time
 _FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
-_ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "phi3")
 _USE_FOLDER = "Use the model's Hugging Face folder instead."
 
 _temporary: dict[str, Path] = {}  # folders by name, used if the cache cannot be written
@@ -138,18 +140,99 @@ def _is_complete(folder: Path, path: Path) -> bool:
         return False
 
 
-# --- config.json -----------------------------------------------------------------------------------------------------
+# --- architectures ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A GGUF architecture: its family, and what llama.cpp implies or its converter changes."""
+
+    model_type: str
+    # (key, model type): the family instead if the file has this key, and not 0
+    variants: tuple[tuple[str, str], ...] = ()
+    has_pairs: bool = False  # rows of queries and keys are in an order in which RoPE's pairs are adjacent
+    renamed: Mapping[str, str] = field(default_factory=dict)  # tensors of a layer: this file's name -> the usual one
+    # Every n-th layer has full attention, unless the file has a pattern, and the others the window: its default in
+    # tokens (0: none), or None if the file must state it.
+    pattern: int = 0
+    window: int | None = 0
+    local_theta: float | None = None  # default RoPE base of layers with a window; None for that of the others
+    # number of layers of the one size whose scores are scaled by (hidden / heads) ** -0.5, not by the heads' width
+    widest: int | None = None
+    normalises: bool = False  # default of ``norm_topk_prob``
+    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # in addition to ``_NEUTRAL``
+
+
+ARCHITECTURES: Final[dict[str, Architecture]] = {
+    "llama": Architecture(
+        "llama", (("expert_count", "mixtral"), ("attention.sliding_window", "mistral")), has_pairs=True
+    ),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3"),
+    "qwen3moe": Architecture("qwen3_moe", normalises=True),
+    "phi3": Architecture("phi3"),
+    "gemma": Architecture("gemma"),
+    "gemma2": Architecture("gemma2", pattern=2, window=4096, widest=46),
+    "gemma3": Architecture("gemma3_text", pattern=6, local_theta=10000.0, widest=62),
+    "smollm3": Architecture("smollm3", has_pairs=True),
+    "granite": Architecture("granite", has_pairs=True, neutral={"rope.scaling.finetuned": (True,)}),
+    "olmo2": Architecture("olmo2", (("attention.sliding_window", "olmo3"),), pattern=4),
+    "glm4": Architecture("glm4"),
+    "exaone4": Architecture("exaone4", pattern=4),
+    "command-r": Architecture("cohere"),
+    "cohere2": Architecture("cohere2", pattern=4, window=None),
+    "seed_oss": Architecture("seed_oss", renamed={"post_attention_norm": "ffn_norm"}),
+    "ernie4_5": Architecture("ernie4_5"),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense"),
+    "starcoder2": Architecture("starcoder2"),
+    "stablelm": Architecture("stablelm"),
+    "nemotron": Architecture("nemotron"),
+    "arcee": Architecture("arcee", has_pairs=True),
+    "olmoe": Architecture("olmoe"),
+    "qwen2moe": Architecture("qwen2_moe"),
+}
+
+# Values of keys that change nothing if they are not read, after the architecture's prefix; None: any value.
+_EMPTY: Final = (0, b"", b"none")  # for keys that are not listed; an array must hold zeros
+_NEUTRAL: Final[dict[str, tuple[Any, ...] | None]] = {
+    **dict.fromkeys(
+        (
+            "vocab_size", "tensor_data_layout", "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon",
+            "rope.scaling.finetuned", "rope.scaling.original_context_length",
+            *(f"rope.scaling.yarn_{name}" for name in ("attn_factor", "beta_fast", "beta_slow", "ext_factor")),
+            "rope.scaling.yarn_log_multiplier", "pooling_type",
+            "use_parallel_residual",  # the converter writes true for StableLM whatever the model is
+        )
+    ),
+    "attention.causal": (True,),
+    "rope.scaling.attn_factor": (0, 1),
+    "expert_gating_func": (0, 1),  # 1: softmax
+    "expert_weights_scale": (0, 1),
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
+}  # fmt: skip
+
+# The factors of a family, and their keys in a file.
+_FACTORS: Final = {
+    "embedding_scale": "embedding_scale",
+    "residual_scale": "residual_scale",
+    "logit_scale": "logit_scale",
+    "logit_divisor": "logit_scale",
+    "score_cap": "attn_logit_softcapping",
+    "logit_cap": "final_logit_softcapping",
+}
 
 
 def get_architecture(file: GgufFile) -> str:
+    """Return the name of a file's architecture, one of ``ARCHITECTURES``. Raises UnsupportedError for any other."""
     where, kind = file.metadata.where, file.metadata.text("general.type", "model")
     if kind != "model":
         raise UnsupportedError(f"{where}: this file holds a model's \"{kind:.40}\" only. Give the model's own file.")
     architecture = file.metadata.text("general.architecture")
-    if architecture not in _ARCHITECTURES:
+    if architecture not in ARCHITECTURES:
         raise UnsupportedError(
             f"{where}: GGUF files of the architecture {architecture!r:.42} are not supported; expected one of "
-            f"{', '.join(_ARCHITECTURES)}. {_USE_FOLDER}"
+            f"{', '.join(ARCHITECTURES)}. {_USE_FOLDER}"
         )
     # Files from before version 2 use the same numbers for other block formats.
     version = file.metadata.integer("general.quantization_version", 2)
@@ -161,9 +244,23 @@ def get_architecture(file: GgufFile) -> str:
     return architecture
 
 
+def get_model_type(file: GgufFile) -> str:
+    """Return the family of a file's model, as in ``config.json``."""
+    architecture = get_architecture(file)
+    traits = ARCHITECTURES[architecture]
+    for key, model_type in traits.variants:
+        if file.metadata.integer(f"{architecture}.{key}", 0):
+            return model_type
+    return traits.model_type
+
+
+# --- config.json -----------------------------------------------------------------------------------------------------
+
+
 def _config(file: GgufFile) -> dict[str, Any]:
     architecture, data = get_architecture(file), file.metadata
-    prefix = f"{architecture}."
+    traits, model_type, prefix = ARCHITECTURES[architecture], get_model_type(file), f"{architecture}."
+    family = FAMILIES[model_type]
     hidden = data.integer(f"{prefix}embedding_length", minimum=1)
     heads = data.integer(f"{prefix}attention.head_count", minimum=1)
     if hidden % heads and f"{prefix}attention.key_length" not in data:
@@ -184,49 +281,49 @@ def _config(file: GgufFile) -> dict[str, Any]:
             f"{file.path}: expected the embedding token_embd.weight with rows of {hidden} numbers, found {found}. "
             "Download the file again."
         )
-    family = architecture
-    if architecture == "llama":  # Mistral's and Mixtral's files use this name, too
-        if data.integer("llama.expert_count", 0):
-            family = "mixtral"
-        elif data.integer("llama.attention.sliding_window", 0):
-            family = "mistral"
-    model_type = "qwen3_moe" if family == "qwen3moe" else family
-    class_name = "".join(map(str.capitalize, model_type.split("_"))) + "ForCausalLM"
+    if family.qk_norm == "none" and "blk.0.attn_q_norm.weight" in file.tensors:
+        raise UnsupportedError(
+            f"{data.where}: norms of queries and keys (blk.0.attn_q_norm.weight) are not supported for the "
+            f"architecture {architecture}. {_USE_FOLDER}"
+        )
     positions = data.integer(f"{prefix}context_length", minimum=1)
+    layers = data.integer(f"{prefix}block_count", minimum=1, maximum=10000)
+    norm = "layer_norm" if family.norm == "layer" else "layer_norm_rms"
     config: dict[str, Any] = {
-        "architectures": [class_name],
+        "architectures": [family.architecture],
         "model_type": model_type,
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
         "intermediate_size": data.integer(f"{prefix}feed_forward_length", minimum=1),
-        "num_hidden_layers": data.integer(f"{prefix}block_count", minimum=1, maximum=10000),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": data.integer(f"{prefix}attention.head_count_kv", heads, minimum=1),
-        "hidden_act": "silu",
-        "rms_norm_eps": data.number(f"{prefix}attention.layer_norm_rms_epsilon"),
+        "head_dim": head_dim,
+        family.activation.name: family.activation.default,
+        family.eps.name: data.number(f"{prefix}attention.{norm}_epsilon"),
         "max_position_embeddings": positions,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "use_cache": True,
     }
-    if head_dim * heads != hidden or family in ("qwen3", "qwen3moe"):
-        config["head_dim"] = head_dim
-    if family in ("llama", "qwen3", "qwen3moe"):
-        config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-    if family == "llama":
-        config["mlp_bias"] = "blk.0.ffn_gate.bias" in file.tensors
-    if family == "qwen2":
-        config["use_sliding_window"] = False
-    if family in ("mistral", "mixtral", "phi3"):
-        config["sliding_window"] = data.integer(f"{prefix}attention.sliding_window", 0) or None
-    if family in ("mixtral", "qwen3moe"):
-        count = data.integer(f"{prefix}expert_count", minimum=1, maximum=1024)
-        config["num_experts_per_tok"] = data.integer(f"{prefix}expert_used_count", minimum=1, maximum=count)
-        config["num_local_experts" if family == "mixtral" else "num_experts"] = count
-    if family == "qwen3moe":
-        config["moe_intermediate_size"] = data.integer(f"{prefix}expert_feed_forward_length", minimum=1)
-        # llama.cpp supports no other values.
-        config |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
-    config |= _rope(file, architecture, head_dim, positions)
+    for key, part in (
+        (family.qkv_bias, "attn_q" if len(family.names.qkv) == 3 else "attn_qkv"),
+        (family.o_bias, "attn_output"),
+        (family.mlp_bias, "ffn_down"),
+    ):
+        if isinstance(key, Key):  # several may have one key: a missing bias is reported when it is read
+            config[key.name] = config.get(key.name, False) or f"blk.0.{part}.bias" in file.tensors
+    if family.scale is not None and family.scale_power == 1:
+        config[family.scale.name] = data.number(f"{prefix}attention.scale", 0.0) or head_dim**-0.5
+    elif family.scale is not None:
+        config[family.scale.name] = hidden // heads if layers == traits.widest else head_dim
+    for factor, name in _FACTORS.items():
+        key = getattr(family, factor)
+        if isinstance(key, Key) and prefix + name in data:
+            config[key.name] = data.number(prefix + name)
+    config |= _windows(data, prefix, traits, family, layers, positions)
+    if family.experts is not None:
+        config |= _experts(data, prefix, traits, family.experts)
+    config |= _rope(file, architecture, family, head_dim, positions)
     ends = end_ids(data)
     config |= {
         "bos_token_id": special_id(data, "bos"),
@@ -238,18 +335,74 @@ def _config(file: GgufFile) -> dict[str, Any]:
     for info in file.tensors.values():
         dtypes[{"F16": "float16", "BF16": "bfloat16"}.get(info.kind, "float32")] += math.prod(info.shape)
     config["dtype"] = dtypes.most_common(1)[0][0]
+    _refuse_unread(data, prefix, traits)
     ModelConfig.from_hf(config, data.where)  # refuses invalid values, naming the file
     return config
 
 
-def _rope(file: GgufFile, architecture: str, head_dim: int, positions: int) -> dict[str, Any]:
-    """Return ``rope_theta``, ``rope_scaling`` and, for phi3, ``partial_rotary_factor``."""
+def _windows(
+    data: Metadata, prefix: str, traits: Architecture, family: Family, layers: int, positions: int
+) -> dict[str, Any]:
+    """Return ``sliding_window``, and ``layer_types`` if layers differ."""
+    if family.windows not in ("always", "pattern"):
+        key = f"{prefix}attention.sliding_window"
+        window = data.integer(key, 0)
+        if 0 < window < positions:
+            raise UnsupportedError(
+                f"{data.where}: `{key}` {window} is not supported for this architecture. {_USE_FOLDER}"
+            )
+        return {} if family.windows == "never" else {"use_sliding_window": False}
+    window = data.integer(f"{prefix}attention.sliding_window", traits.window)
+    config: dict[str, Any] = {"sliding_window": window or None}
+    if family.windows == "pattern":
+        key = f"{prefix}attention.sliding_window_pattern"
+        if isinstance(data.pairs.get(key), np.ndarray):
+            slides = data.numbers(key, "biu", layers) or []
+        else:
+            every = data.integer(key, traits.pattern)
+            slides = [not every or (layer + 1) % every != 0 for layer in range(layers)]
+        config["layer_types"] = [
+            "sliding_attention" if window and layer_slides else "full_attention" for layer_slides in slides
+        ]
+    return config
+
+
+def _experts(data: Metadata, prefix: str, traits: Architecture, experts: ExpertTraits) -> dict[str, Any]:
+    count = data.integer(f"{prefix}expert_count", minimum=1, maximum=1024)
+    used = data.integer(f"{prefix}expert_used_count", minimum=1, maximum=count)
+    # transformers has the one name or the other, depending on the family.
+    config: dict[str, Any] = {"num_experts": count, "num_local_experts": count, "num_experts_per_tok": used}
+    if experts.size.name != "intermediate_size":
+        config[experts.size.name] = data.integer(f"{prefix}expert_feed_forward_length", minimum=1)
+    if experts.shared_size is not None:
+        config[experts.shared_size.name] = data.integer(f"{prefix}expert_shared_feed_forward_length", minimum=1)
+    if isinstance(experts.normalise, Key):
+        config[experts.normalise.name] = data.flag(f"{prefix}expert_weights_norm", traits.normalises)
+    if experts.has_dense_layers:  # llama.cpp supports no other values
+        config |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    return config
+
+
+def _refuse_unread(data: Metadata, prefix: str, traits: Architecture) -> None:
+    """Raise UnsupportedError for a key of the architecture that nothing has read, unless it changes nothing."""
+    neutral = {**_NEUTRAL, **traits.neutral}
+    for key in sorted(data.pairs.keys() - data.read):
+        name, value = key.removeprefix(prefix), data.pairs[key]
+        allowed = neutral.get(name, _EMPTY)
+        if name == key or allowed is None:
+            continue
+        if value.any() if isinstance(value, np.ndarray) else value not in allowed:
+            raise UnsupportedError(f"{data.where}: `{key:.80}` {shown(value)} is not supported. {_USE_FOLDER}")
+
+
+def _rope(file: GgufFile, architecture: str, family: Family, head_dim: int, positions: int) -> dict[str, Any]:
+    """Return ``rope_theta`` and ``rope_scaling``, or both by layer type, and ``partial_rotary_factor`` if there is."""
     data, prefix = file.metadata, f"{architecture}.rope."
     theta = data.number(f"{prefix}freq_base", 10000.0)
     config: dict[str, Any] = {"rope_theta": theta}
     rotated = data.integer(f"{prefix}dimension_count", head_dim, minimum=2)
-    if rotated != head_dim:
-        if architecture != "phi3" or rotated > head_dim:
+    if family.partial is not None or rotated != head_dim:
+        if family.partial is None or rotated > head_dim:
             raise UnsupportedError(
                 f"{data.where}: RoPE turns {rotated} of a head's {head_dim} numbers (`{prefix}dimension_count`), which "
                 f"is not supported for the architecture {architecture}. {_USE_FOLDER}"
@@ -266,6 +419,16 @@ def _rope(file: GgufFile, architecture: str, head_dim: int, positions: int) -> d
                 f"{data.where}: rope_freqs.weight together with `{prefix}scaling` is not supported. {_USE_FOLDER}"
             )
         scaling = _llama3_scaling(file, prefix, theta, head_dim)
+    local_theta = data.number(f"{prefix}freq_base_swa", ARCHITECTURES[architecture].local_theta or theta)
+    if family.local_theta is not None:
+        full = {"rope_type": "default", "rope_theta": theta, **scaling}
+        local = {"rope_type": "default", "rope_theta": local_theta}
+        return {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
+    if local_theta != theta:
+        raise UnsupportedError(
+            f"{data.where}: `{prefix}freq_base_swa` {local_theta} differs from `{prefix}freq_base` {theta}, which is "
+            f"not supported for the architecture {architecture}. {_USE_FOLDER}"
+        )
     if scaling:
         config["rope_scaling"] = scaling
     return config
@@ -292,8 +455,10 @@ def _rope_scaling(file: GgufFile, prefix: str, positions: int) -> dict[str, Any]
             scaling[name] = data.number(f"{prefix}scaling.yarn_{name}")
     for name in ("attn_factor", "yarn_attn_factor", "yarn_log_multiplier", "yarn_ext_factor"):
         key = f"{prefix}scaling.{name}"
-        neutral = 0.0 if name == "yarn_log_multiplier" else 1.0
-        if key in data and data.number(key) != neutral:
+        neutral = [0.0 if name == "yarn_log_multiplier" else 1.0]
+        if name.endswith("attn_factor") and factor > 1:  # OLMo 3's files state the checkpoint's, which is the default
+            neutral.append(0.1 * math.log(factor) + 1)
+        if key in data and not any(math.isclose(data.number(key), value, rel_tol=1e-6) for value in neutral):
             raise UnsupportedError(f"{data.where}: `{key}` {data.number(key)} is not supported. {_USE_FOLDER}")
     return scaling
 

@@ -90,10 +90,12 @@ _DEEPSEEK = Split(
 SPLITS: Final[dict[str, Split]] = {
     "default": Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0"), _LLAMA3),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), _LIKE_LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _LIKE_LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez", "kormo"), _QWEN2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _STARCODER),
-    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "jais", "trillion", "gigachat", "granite-docling"), _GPT2_ONLY),
+    **dict.fromkeys(
+        ("gpt-2", "phi-2", "olmo", "mpt", "jais", "trillion", "gigachat", "granite-docling", "exaone4"), _GPT2_ONLY
+    ),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _GPT4O),
     "tekken": Split((_cased(_NUMBER, ""),), ignore_merges=True, add_bos=True),
     "falcon": Split((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),

@@ -1,8 +1,8 @@
 """Read the tensors of a GGUF file by the names and in the order of a Hugging Face checkpoint.
 
-Apart from the names three things differ. Files of the architecture ``llama`` hold the rows of queries and keys in
-another order: RoPE's pairs, i and i + dim / 2 of a head, are adjacent. A layer's experts are one tensor. Tied
-embeddings have no ``output.weight``, as in a checkpoint.
+Apart from the names four things differ. Files of ``llama`` and some other architectures hold the rows of queries and
+keys in another order: RoPE's pairs, i and i + dim / 2 of a head, are adjacent. Norms that multiply by 1 + w hold 1 + w.
+A layer's experts are one tensor. Tied embeddings have no ``output.weight``, as in a checkpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +27,15 @@ from torch import Tensor
 from draftwing.cpu.layout import FORMATS
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
 from draftwing.formats.gguf import GgufFile, TensorInfo, open_file
-from draftwing.formats.gguf_folder import LINK, folder_files, get_architecture, link_of
+from draftwing.formats.gguf_folder import (
+    ARCHITECTURES,
+    LINK,
+    folder_files,
+    get_architecture,
+    get_model_type,
+    link_of,
+)
+from draftwing.models.families import FAMILIES, Family
 from draftwing.models.weights import (
     MappedFile,
     Stored,
@@ -47,28 +55,21 @@ _NOT_WEIGHTS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 _OUTSIDE_LAYERS = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
+    "output_norm.bias": "model.norm.bias",
     "output.weight": "lm_head.weight",
 }
+# Tensors of a layer, and the fields of ``LayerNames`` that hold their names in a checkpoint.
 _IN_LAYERS = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_qkv": "self_attn.qkv_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_EXPERTS = {
-    "llama": ("block_sparse_moe.", {"gate": "w1", "up": "w3", "down": "w2"}),
-    "qwen3moe": ("mlp.", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
+    "attn_norm": "attention_in",
+    "post_attention_norm": "attention_out",
+    "ffn_norm": "mlp_in",
+    "post_ffw_norm": "mlp_out",
+    "attn_q_norm": "q_norm",
+    "attn_k_norm": "k_norm",
+    "attn_output": "out",
+    "ffn_down": "down",
 }
 _LAYER_NAME = re.compile(r"blk\.(\d{1,6})\.(\w+)(?:\.(\d{1,6}))?\.(weight|bias)")
-_EXPERT_PART = re.compile(r"ffn_(gate|up|down)(_exps)?")
 
 
 @dataclass(frozen=True)
@@ -77,55 +78,74 @@ class _TensorPlace:
 
     tensor: str
     expert: int | None
-    heads: int  # number of heads if the rows are queries or keys with adjacent RoPE pairs; 0 if they are in order
+    heads: int = 0  # number of heads if the rows are queries or keys with adjacent RoPE pairs; 0 if they are in order
+    offset: float = 0.0  # the file's numbers minus the checkpoint's
+    is_row: bool = False  # a vector that is a matrix of one row in a checkpoint
 
 
 def _find_places(file: GgufFile) -> dict[str, _TensorPlace]:
     """Return the source of every tensor by its name in a checkpoint; tensors without such a name keep their own."""
     architecture = get_architecture(file)
+    traits, family, prefix = ARCHITECTURES[architecture], FAMILIES[get_model_type(file)], f"{architecture}.attention."
+    parts = _layer_names(family)
+    parts |= {part: parts[usual] for part, usual in traits.renamed.items()}
     heads: dict[str, int] = {}
-    if architecture == "llama":
-        heads["attn_q"] = file.metadata.integer("llama.attention.head_count", minimum=1)
-        heads["attn_k"] = file.metadata.integer("llama.attention.head_count_kv", heads["attn_q"], minimum=1)
+    if traits.has_pairs:
+        heads["attn_q"] = file.metadata.integer(f"{prefix}head_count", minimum=1)
+        heads["attn_k"] = file.metadata.integer(f"{prefix}head_count_kv", heads["attn_q"], minimum=1)
     places: dict[str, _TensorPlace] = {}
     for tensor, info in file.tensors.items():
         if tensor in _NOT_WEIGHTS:
             continue
-        name, is_stacked = _checkpoint_name(tensor, architecture)
+        name, is_stacked = _checkpoint_name(tensor, parts)
         if is_stacked and (len(info.shape) != 3 or info.shape[0] > _MAX_EXPERTS):
             raise CheckpointError(
                 f"{file.path}: {tensor} must hold at most {_MAX_EXPERTS} matrices, one for each expert, found shape "
                 f"{list(info.shape)}. Download the file again."
             )
         num_heads = next((count for part, count in heads.items() if f".{part}." in tensor), 0)
+        offset = family.norm_offset if tensor.endswith("norm.weight") else 0.0
+        is_row = ".ffn_gate_inp_shexp." in tensor and len(info.shape) == 1
         for expert in range(info.shape[0]) if is_stacked else (None,):
             full_name = name if expert is None else name.replace("*", str(expert))
             if full_name in places:
                 raise CheckpointError(
                     f"{file.path}: {places[full_name].tensor} and {tensor} are both {full_name}. Convert it again."
                 )
-            places[full_name] = _TensorPlace(tensor, expert, num_heads)
+            places[full_name] = _TensorPlace(tensor, expert, num_heads, offset, is_row)
     return places
 
 
-def _checkpoint_name(tensor: str, architecture: str) -> tuple[str, bool]:
+def _layer_names(family: Family) -> dict[str, str]:
+    """Return the names of a layer's tensors in a checkpoint by their names in a file; ``*`` stands for the expert."""
+    names, experts = family.names, family.experts
+    parts = {part: getattr(names, field) for part, field in _IN_LAYERS.items() if getattr(names, field) is not None}
+    parts |= dict(zip(("attn_q", "attn_k", "attn_v") if len(names.qkv) == 3 else ("attn_qkv",), names.qkv, strict=True))
+    is_split = len(names.gate_up) == 2
+    parts |= dict(zip(("ffn_gate", "ffn_up") if is_split else ("ffn_up",), names.gate_up, strict=True))
+    if experts is not None:
+        parts["ffn_gate_inp"] = experts.router
+        for kind, matrix in zip(("gate", "up", "down"), experts.matrices, strict=True):
+            parts[f"ffn_{kind}_exps"] = matrix.replace("{e}", "*")
+            if experts.shared is not None:
+                parts[f"ffn_{kind}_shexp"] = f"{experts.shared}.{kind}_proj"
+        if experts.shared_gate is not None:
+            parts["ffn_gate_inp_shexp"] = experts.shared_gate
+    return parts
+
+
+def _checkpoint_name(tensor: str, parts: dict[str, str]) -> tuple[str, bool]:
     """Return the checkpoint's name, and if the tensor holds all experts: the name then has ``*`` for their number."""
     match = _LAYER_NAME.fullmatch(tensor)
     if match is None:
         return _OUTSIDE_LAYERS.get(tensor, tensor), False
     layer, part, number, suffix = match.groups()
-    base, (block, parts) = f"model.layers.{int(layer)}.", _EXPERTS.get(architecture, ("", {}))
-    experts = _EXPERT_PART.fullmatch(part)
-    if parts and experts and (number is None) == (experts[2] is not None):
-        index = "*" if number is None else str(int(number))
-        return f"{base}{block}experts.{index}.{parts[experts[1]]}.{suffix}", number is None
-    if number is not None:
+    name = parts.get(part if number is None else f"{part}_exps")
+    if name is None or (number is not None and part.endswith("_exps")):
         return tensor, False
-    if parts and part == "ffn_gate_inp":
-        return f"{base}{block}gate.{suffix}", False
-    if architecture == "phi3" and part == "ffn_up":
-        return f"{base}mlp.gate_up_proj.{suffix}", False
-    return (f"{base}{_IN_LAYERS[part]}.{suffix}" if part in _IN_LAYERS else tensor), False
+    if number is not None:  # old files have a tensor for each expert
+        name = name.replace("*", str(int(number)))
+    return f"model.layers.{int(layer)}.{name}.{suffix}", "*" in name
 
 
 def open_weights(folder: Path) -> Weights:
@@ -164,7 +184,7 @@ class GgufWeights(Weights):
 
     def shape(self, name: str) -> tuple[int, ...]:
         place, info = self._find(name)
-        return info.shape[1:] if place.expert is not None else info.shape
+        return info.shape[1:] if place.expert is not None else (1, *info.shape) if place.is_row else info.shape
 
     def get(self, name: str, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
         """Read a tensor onto the CPU, blocks expanded: to float32 if no dtype is given."""
@@ -173,7 +193,7 @@ class GgufWeights(Weights):
         if dtype is not None and not dtype.is_floating_point:
             raise CheckpointError(f"{self.folder}: {name} holds floating-point numbers, not {dtype}.")
         plain = _PLAIN.get(info.kind)
-        if plain is not None:
+        if plain is not None and not self._find(name)[0].offset:
             return as_numbers(rows, plain).reshape(stored_shape).to(dtype or plain)
         return self._expand(name, rows, dtype or torch.float32).reshape(stored_shape)
 
@@ -254,14 +274,15 @@ class GgufWeights(Weights):
 
     def _pieces(self, name: str, rows: Tensor) -> Iterator[Tensor]:
         """(rows, bytes) uint8 -> (some rows, numbers) repeatedly: plain numbers unchanged, blocks as float32."""
-        info = self._find(name)[1]
+        place, info = self._find(name)
         if info.kind.startswith("I") and not info.kind.startswith("IQ"):
             raise CheckpointError(
                 f"{self.folder}: {name} must hold floating-point numbers, found {info.kind}. Convert the model again."
             )
         if info.kind in _PLAIN:
             for piece in torch.split(rows, max(1, _PIECE // info.shape[-1])):
-                yield as_numbers(piece, _PLAIN[info.kind])
+                numbers = as_numbers(piece, _PLAIN[info.kind])
+                yield numbers.float() - place.offset if place.offset else numbers
             return
         try:
             yield from dequantized(rows, info.kind, info.shape[-1])

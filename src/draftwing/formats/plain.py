@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -23,6 +23,7 @@ from draftwing.formats.doctor import Finding
 from draftwing.formats.identity import check_same_target, target_id_of_folder
 from draftwing.formats.read import checked_training, read_tensors
 from draftwing.formats.settings import FORMAT
+from draftwing.formats.tensors import EMBEDDING
 from draftwing.formats.write import write_folder
 from draftwing.methods.net import DraftNet, TargetId
 from draftwing.models.config import read_config
@@ -40,6 +41,9 @@ class PlainHead:
     tensors: Mapping[str, Tensor]  # by the names of ``DraftNet.tensors``
     target_ids: Tensor | None = None  # (V_draft,) ascending int64, or None for the whole vocabulary
     training: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # how it was trained, for people; any JSON
+    # The target's own embedding, if the file holds it. It is written again but not run.
+    copies: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    num_target_layers: int | None = None  # for a head that does not name its target
 
     @classmethod
     def from_net(cls, net: DraftNet, training: Mapping[str, Any] | None = None) -> PlainHead:
@@ -49,12 +53,25 @@ class PlainHead:
     def check_target(self, target: TargetId | None, where: str) -> None:
         """Raise CheckpointError if it was trained for another target."""
         check_same_target(getattr(self.config, "target", None), target, where)
+        if target is None:
+            return
+        if self.num_target_layers not in (None, target.num_layers):
+            raise CheckpointError(
+                f"{where}: the head is made for a target of {self.num_target_layers} layers, {target.name} has "
+                f"{target.num_layers}: load it with the target that it was trained for"
+            )
+        last = max(getattr(self.config, "taps", (0,)))
+        if last > target.num_layers:
+            raise CheckpointError(
+                f"{where}: the head reads hidden state {last}, and {target.name} has {target.num_layers} layers: load "
+                f"it with the target that it was trained for"
+            )
 
 
 def save_plain(folder: Path, head: PlainHead) -> None:
     """Write a head; an older one in the folder is replaced, whole or not at all."""
     ids = {} if head.target_ids is None else {DRAFT_IDS: head.target_ids}
-    write_folder(Path(folder), {"draftwing": own_block(head)}, {**head.tensors, **ids})
+    write_folder(Path(folder), {"draftwing": own_block(head)}, {**head.tensors, **ids, **head.copies})
 
 
 def own_block(head: PlainHead) -> dict[str, Any]:
@@ -84,19 +101,20 @@ def load_plain(folder: Path, kind: str, config_type: type, tensors: Mapping[str,
     config = _parse(config_type, block.get("config"), f"{where}: config")
     tensors = dict(read_tensors(folder) if tensors is None else tensors)
     ids = tensors.pop(DRAFT_IDS, None)
+    copies = {EMBEDDING: tensors.pop(EMBEDDING)} if EMBEDDING in tensors else {}
     for name, tensor in tensors.items():
         check_finite(f"{name} of {folder}", tensor)
     if ids is not None:
         check_ids(ids, config.vocab_size, str(folder))
     training = block.get("training")
-    return PlainHead(kind, config, tensors, ids, training if isinstance(training, dict) else {})
+    return PlainHead(kind, config, tensors, ids, training if isinstance(training, dict) else {}, copies)
 
 
-def diagnose_plain(folder: Path, target: Path | None, kind: str, config_type: type) -> list[Finding]:
+def diagnose_plain(folder: Path, target: Path | None, kind: str, read: Callable[[Path], PlainHead]) -> list[Finding]:
     """Check that a head can be read and belongs to the target in the folder ``target``, for ``draftwing doctor``."""
     target_id = None if target is None else target_id_of_folder(target)
     try:
-        head = load_plain(folder, kind, config_type)
+        head = read(folder)
     except DraftwingError as error:
         return [Finding("head", "fail", str(error), "write the head again, or download it again")]
     readable = Finding("head", "ok", f"a {kind} head of {sum(t.numel() for t in head.tensors.values()):,} numbers")

@@ -18,10 +18,12 @@ from torch import Tensor
 from draftwing.errors import CheckpointError, ConfigError, DraftwingWarning, UnsupportedError
 from draftwing.formats.identity import check_same_target
 from draftwing.formats.settings import (
+    MAX_LAYERS,
     TAP_IDS,
     UNKNOWN_TAP,
     HeadSettings,
     claimed_version,
+    dflash_kind,
     eagle_config,
     is_head_config,
     read_settings,
@@ -148,7 +150,7 @@ def is_head(config: Mapping[str, Any], folder: Path | None = None) -> bool:
 def eagle_version(config: Mapping[str, Any], folder: Path) -> int | None:
     """Return 1 or 3 if a folder looks like an EAGLE head's, by config or tensor names, unchecked; None for others."""
     block = config.get("draftwing")
-    if (isinstance(block, dict) and "kind" in block) or not is_head(config, folder):
+    if (isinstance(block, dict) and "kind" in block) or dflash_kind(config) or not is_head(config, folder):
         return None
     claimed = block.get("version") if isinstance(block, dict) else claimed_version(config)
     return claimed if claimed in (1, 3) else version_of_names(_names_in(folder)) or 3
@@ -304,7 +306,8 @@ def find_config(settings: HeadSettings, version: int, names: Names, where: str) 
             f"{where}: config.json says `bias` {str(settings.bias).lower()}, but the tensors have "
             f"{'an' if has_bias else 'no'} fc.bias: correct `bias`, {_ONE_PLACE}"
         )
-    if settings.num_layers != names.num_layers:
+    is_targets = settings.num_layers > MAX_LAYERS and names.num_layers == 1  # copied, as some trainers do
+    if settings.num_layers != names.num_layers and not is_targets:
         raise CheckpointError(
             f"{where}: config.json says `num_hidden_layers` {settings.num_layers}, but the tensors are those of "
             f"{names.num_layers}: correct `num_hidden_layers`, {_ONE_PLACE}"
@@ -349,6 +352,11 @@ def _warnings(settings: HeadSettings, names: Names, form: str) -> list[str]:
     ids = ", ".join(map(str, settings.tap_ids or ()))
     cases = (
         (
+            settings.num_layers != names.num_layers,
+            f"config.json says `num_hidden_layers` {settings.num_layers}, a number copied from the target, and the "
+            f"tensors are those of 1, which is read: correct it for vLLM, which would make layers of random numbers",
+        ),
+        (
             not settings.rope_theta_given,
             "config.json has no `rope_theta`: 10000 is taken, as every reader does; if the head was trained with "
             "another base, few drafts will be accepted: add `rope_theta`",
@@ -364,7 +372,7 @@ def _warnings(settings: HeadSettings, names: Names, form: str) -> list[str]:
             "tokens: `draftwing convert` writes offsets",
         ),
         (
-            settings.taps_are_outputs and settings.block.taps is None,
+            settings.taps_are_outputs and settings.layout == "model-optimizer" and settings.block.taps is None,
             f"the taps {ids} inside `eagle_config` are read as the outputs of layers, as SGLang does; vLLM takes them "
             f"for inputs: if the head was trained so, give taps=({ids})",
         ),

@@ -3,15 +3,18 @@
     EAGLE, SGLang, SpecForge, vLLM    the shape at the top level, flags next to it
     Model-Optimizer                   the same, and a nested ``eagle_config``
     vLLM's EAGLE class                ``model_type`` "eagle", the shape nested under ``model``
+    DeepSpec                          the same as EAGLE, and ``target_layer_ids``
     speculators                       the shape nested under ``transformer_layer_config``, flags at the top level
     Draftwing                         as EAGLE, and a nested ``draftwing`` with what the others cannot express
 
 Taps are numbered in two ways. Top-level ``eagle_aux_hidden_state_layer_ids`` count the *inputs* of layers, as we do.
-Those inside ``eagle_config`` count *outputs* (one less) for Model-Optimizer and SGLang, and inputs for vLLM.
+Those inside ``eagle_config`` count *outputs* (one less) for Model-Optimizer and SGLang, and inputs for vLLM. DeepSpec's
+``target_layer_ids`` count outputs.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, get_args
@@ -27,12 +30,12 @@ FORMAT: Final = 1
 TAP_IDS: Final = "eagle_aux_hidden_state_layer_ids"
 UNKNOWN_TAP: Final = -1  # replaces taps that a head does not name: every engine then reads its defaults
 
-_SHAPE = (
+SHAPE = (
     "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "rms_norm_eps", "hidden_act", "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters",
     "original_max_position_embeddings",
 )  # fmt: skip
-_MAX_LAYERS = 4  # a config of more layers without further hints is a language model's
+MAX_LAYERS = 4  # a config of more layers without further hints is a language model's
 _ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh")
 # The EAGLE version of each engine's class. "LlamaForCausalLM" may be either.
 _VERSIONS = {
@@ -43,8 +46,25 @@ _VERSIONS = {
     "LlamaForCausalLMEagle": 1,
     "EagleLlamaForCausalLM": 1,
     "EAGLEModel": 1,
+    "Qwen3Eagle3Model": 3,
+    "Eagle3Qwen3ForCausalLM": 3,
 }
-_OTHER_ENGINE = "serve this head with the engine that it was made for"
+# The layers that Draftwing runs by their ``model_type``. The tensors tell biases and norms; phi3's and others' configs
+# go with plain Llama tensors.
+_LAYERS = ("llama", "eagle", "qwen2", "qwen3", "phi3", "mistral")
+# Settings of layers and nets that no code here honours, the values at which they change nothing, and their meaning.
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "kv_lora_rank": ((), "multi-head latent attention (MLA)"),
+    "mlp_bias": ((False,), "biases in the MLP, which Draftwing's lacks"),
+    "add_para_norm": ((False,), "norms before fc that Draftwing lacks"),
+    "logit_scale": ((1, 1.0), "scaled logits"),
+    "is_causal": ((True,), "attention in both directions"),
+    "num_experts": ((0, 1), "a mixture of experts"),
+    "num_local_experts": ((0, 1), "a mixture of experts"),
+    "parallel_drafting": ((False,), "several tokens in one forward (P-EAGLE)"),
+    "pard_token": ((), "several tokens in one forward (P-EAGLE)"),
+}
+OTHER_ENGINE = "serve this head with the engine that it was made for"
 
 
 @dataclass(frozen=True)
@@ -92,10 +112,13 @@ def is_head_config(config: Mapping[str, Any]) -> bool | None:
     """Return True if a config is a head's; None if it may be an EAGLE-1 head's or a small language model's."""
     if "draftwing" in config or "speculators_model_type" in config or "speculators_config" in config:
         return True
-    if claimed_version(config) is not None or config.get("model_type") == "eagle" or config.get("eagle_config"):
+    if claimed_version(config) is not None or config.get("eagle_config") or is_medusa(config) or dflash_kind(config):
+        return True
+    names = config.get("architectures")
+    if config.get("model_type") in ("eagle", "gemma4_assistant") or "eagle" in str(names).lower():
         return True
     layers = config.get("num_hidden_layers")
-    return None if isinstance(layers, int) and 1 <= layers <= _MAX_LAYERS else False
+    return None if isinstance(layers, int) and 1 <= layers <= MAX_LAYERS else False
 
 
 def is_medusa(config: Mapping[str, Any]) -> bool:
@@ -104,6 +127,17 @@ def is_medusa(config: Mapping[str, Any]) -> bool:
     if isinstance(block, dict):
         return block.get("kind") == "medusa"
     return config.get("model_type") == "medusa" or "medusa_num_heads" in config
+
+
+def dflash_kind(config: Mapping[str, Any]) -> str | None:
+    """Return ``dflash`` or ``dspark`` for another project's config of that family; None for others."""
+    if "draftwing" in config:
+        return None
+    names = config.get("architectures")
+    text = " ".join(map(str, names if isinstance(names, list) else [])) + f" {config.get('speculators_model_type')}"
+    if "dspark" in text.lower():
+        return "dspark"
+    return "dflash" if re.search("dflash|domino", text.lower()) or "dflash_config" in config else None
 
 
 def claimed_version(config: Mapping[str, Any]) -> int | None:
@@ -117,7 +151,7 @@ def claimed_version(config: Mapping[str, Any]) -> int | None:
 
 def read_settings(config: Mapping[str, Any], where: str) -> HeadSettings:
     """Flatten a head's config; ``where`` starts every error message."""
-    top = _Reader(config, where)
+    top = SettingsReader(config, where)
     nested = top.inner("eagle_config")
     verifier = top.inner("speculators_config").inner("verifier").values.get("name_or_path")
     layout = "eagle"
@@ -135,10 +169,11 @@ def read_settings(config: Mapping[str, Any], where: str) -> HeadSettings:
     elif nested.values:
         layout = "model-optimizer"
     _refuse_unsupported(shape, config, nested.values, where)
-    inside = _Reader(shape, where)
+    shape = without_mrope(shape)
+    inside = SettingsReader(shape, where)
     target_hidden = top.get("target_hidden_size", "size")
     target_hidden = None if target_hidden == inside.get("hidden_size", "size") else target_hidden
-    inner_ids, outer_ids = nested.layers(TAP_IDS), top.layers(TAP_IDS)
+    inner_ids, outer_ids, deepspec_ids = nested.layers(TAP_IDS), top.layers(TAP_IDS), top.layers("target_layer_ids")
     norm_before_fc = nested.get("norm_before_fc", "flag")
     fc_norm = top.get("fc_norm", "flag")
     ropes = [shape, shape.get("rope_parameters"), shape.get("rope_scaling")]
@@ -153,8 +188,8 @@ def read_settings(config: Mapping[str, Any], where: str) -> HeadSettings:
         norm_before_fc=bool(top.get("norm_before_fc", "flag") if norm_before_fc is None else norm_before_fc),
         fc_norm=bool(top.get("use_aux_norm", "flag") if fc_norm is None else fc_norm),
         norm_output=bool(top.get("norm_output", "flag")),
-        tap_ids=outer_ids or inner_ids,  # vLLM reads the outer ones first
-        taps_are_outputs=not outer_ids and inner_ids is not None,
+        tap_ids=outer_ids or inner_ids or deepspec_ids,  # vLLM reads the outer ones first
+        taps_are_outputs=not outer_ids and (inner_ids or deepspec_ids) is not None,
         num_taps=top.get("num_aux_hidden_states", "size") or inside.get("num_aux_hidden_states", "size"),
         num_layers=inside.get("num_hidden_layers", "size") or 1,
         qkv_bias=inside.get("qkv_bias", "flag"),
@@ -170,20 +205,20 @@ def read_settings(config: Mapping[str, Any], where: str) -> HeadSettings:
 
 def eagle_config(settings: HeadSettings, version: int, num_taps: int, names: Names, where: str) -> EagleConfig:
     """Return the net's shape, with ``num_taps`` unknown taps."""
-    shape = {key: settings.shape[key] for key in _SHAPE if settings.shape.get(key) is not None}
+    shape = {key: settings.shape[key] for key in SHAPE if settings.shape.get(key) is not None}
     activation = shape.get("hidden_act", "silu")
     if activation not in _ACTIVATIONS:
         raise UnsupportedError(
-            f"{where}: `hidden_act` is {activation!r}, Draftwing supports {', '.join(_ACTIVATIONS)}: {_OTHER_ENGINE}"
+            f"{where}: `hidden_act` is {activation!r}, Draftwing supports {', '.join(_ACTIVATIONS)}: {OTHER_ENGINE}"
         )
     model = ModelConfig.from_hf(
         {**shape, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}, where
     )
-    rotated = _Reader(settings.shape, where).get("partial_rotary_factor", "share", 1.0)
+    rotated = SettingsReader(settings.shape, where).get("partial_rotary_factor", "share", 1.0)
     if version == 1 and settings.draft_vocab_size not in (None, model.vocab_size):
         raise UnsupportedError(
             f"{where}: an EAGLE-1 head with a draft vocabulary of {settings.draft_vocab_size} tokens is not "
-            f"supported: {_OTHER_ENGINE}"
+            f"supported: {OTHER_ENGINE}"
         )
     residual, block = settings.norm_before_residual, settings.block
     try:
@@ -201,8 +236,9 @@ def eagle_config(settings: HeadSettings, version: int, num_taps: int, names: Nam
             norm_before_fc=settings.norm_before_fc,
             fc_norm=settings.fc_norm,
             norm_output=settings.norm_output,
-            num_layers=settings.num_layers,
+            num_layers=names.num_layers,
             qkv_bias=names.has_qkv_bias,
+            qk_norm=names.has_qk_norm,
             target_hidden_size=settings.target_hidden_size,
             own_embedding=settings.own_embedding,
         )
@@ -210,33 +246,60 @@ def eagle_config(settings: HeadSettings, version: int, num_taps: int, names: Nam
         raise type(error)(f"{where}: {error}; correct it in config.json") from error
 
 
+def without_mrope(shape: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a shape whose RoPE is not in sections (mrope): for text, all three have the same position."""
+
+    def plain(rope: Mapping[str, Any]) -> dict[str, Any]:
+        dropped = ["mrope_section", "mrope_interleaved"]
+        dropped += [key for key in ("type", "rope_type") if rope.get(key) == "mrope"]
+        return {key: value for key, value in rope.items() if key not in dropped}
+
+    ropes = {key: rope for key in ("rope_scaling", "rope_parameters") if isinstance(rope := shape.get(key), Mapping)}
+    return {**shape, **{key: plain(rope) or None for key, rope in ropes.items()}}
+
+
 def _refuse_unsupported(
     shape: Mapping[str, Any], config: Mapping[str, Any], nested: Mapping[str, Any], where: str
 ) -> None:
     """Raise UnsupportedError for features that the weights alone would not show."""
     kind = shape.get("model_type", "llama")
+    classes = config.get("architectures")
+    parallel = [name for name in classes if "peagle" in str(name).lower()] if isinstance(classes, list) else []
+    special = next(
+        (
+            f"`{key}` is {part[key]!r:.60}: {meaning}"
+            for key, (plain, meaning) in _REFUSED.items()
+            for part in (shape, config)
+            if part.get(key) not in (None, *plain)
+        ),
+        "",
+    )
     rope = shape.get("rope_scaling") or shape.get("rope_parameters") or {}
     rope_type = (rope.get("rope_type") or rope.get("type") or "default") if isinstance(rope, Mapping) else "default"
     has_window = "sliding_attention" in (shape.get("layer_types") or [])
     is_truncated = config.get("truncated_vocab_size") not in (None, shape.get("vocab_size"))
     for condition, feature in (
         (config.get("quantization_config"), "`quantization_config` is set: its weights are quantised"),
-        (kind not in ("llama", "eagle"), f"its layer is of `model_type` {kind!r}, and Draftwing runs 'llama'"),
-        (shape.get("mlp_bias"), "`mlp_bias` is true, and Draftwing's MLP has no biases"),
+        (parallel, f"`architectures` is {parallel}: a head that drafts several tokens in one forward (P-EAGLE)"),
+        (special, special),
+        (kind not in _LAYERS, f"its layer is of `model_type` {kind!r}, and Draftwing runs {', '.join(_LAYERS)}"),
         (has_window, "`layer_types` has sliding_attention, and Draftwing's heads attend to everything"),
-        (rope_type not in ROPE_TYPES, f"RoPE type {rope_type!r} is none of {', '.join(ROPE_TYPES)}"),
+        (
+            config.get("use_sliding_window") and not shape.get("layer_types") and shape.get("sliding_window"),
+            "`use_sliding_window` is true, and Draftwing's heads attend to everything",
+        ),
+        (rope_type not in (*ROPE_TYPES, "mrope"), f"RoPE type {rope_type!r} is none of {', '.join(ROPE_TYPES)}"),
         (nested.get("use_aux_hidden_state") is False, "`use_aux_hidden_state` is false: an EAGLE-3 layer without fc"),
-        (config.get("add_para_norm"), "`add_para_norm` is true: norms before fc that Draftwing lacks"),
         (is_truncated, "`truncated_vocab_size` is smaller than the vocabulary: an EAGLE-1 head with a token map"),
     ):
         if condition:
-            raise UnsupportedError(f"{where}: {feature}: {_OTHER_ENGINE}")
+            raise UnsupportedError(f"{where}: {feature}: {OTHER_ENGINE}")
 
 
 def _read_block(config: Mapping[str, Any], where: str) -> Block:
     if "draftwing" not in config:
         return Block()
-    block = _Reader(config, where).inner("draftwing")
+    block = SettingsReader(config, where).inner("draftwing")
     inside, number = block.where, block.get("format", "size")
     if number is None or number > FORMAT:
         raise UnsupportedError(
@@ -277,6 +340,7 @@ def _read_block(config: Mapping[str, Any], where: str) -> Block:
 
 
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "id": ("a token id", lambda value: type(value) is int and value >= 0),
     "size": ("an integer of at least 1", lambda value: type(value) is int and value >= 1),
     "layers": (
         "a list of layer numbers",
@@ -291,7 +355,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
-class _Reader:
+class SettingsReader:
     """Typed look-ups that raise ConfigError naming the key; null counts as missing."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
@@ -310,6 +374,6 @@ class _Reader:
         """Return layer numbers; None also for an empty list."""
         return tuple(self.get(key, "layers", ())) or None
 
-    def inner(self, key: str) -> _Reader:
+    def inner(self, key: str) -> SettingsReader:
         """Return a reader of a nested object; it has no values if the key is missing."""
-        return _Reader(self.get(key, "object", {}), f"{self.where}: {key}")
+        return SettingsReader(self.get(key, "object", {}), f"{self.where}: {key}")

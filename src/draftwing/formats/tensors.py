@@ -36,13 +36,14 @@ _ALIASES = {
 # Engines give the output of attention a bias if queries have one; EAGLE's own layer has none.
 _OUTPUT_BIAS = re.compile(r"(midlayer|layers\.\d+)\.self_attn\.o_proj\.bias")
 _QKV_BIAS = re.compile(r"(midlayer|layers\.\d+)\.self_attn\.[qkv]_proj\.bias")
+_QK_NORM = re.compile(r"(midlayer|layers\.\d+)\.self_attn\.[qk]_norm\.weight")
 _LAYER = re.compile(r"layers\.(\d+)\..*")
 # Parts of the target that a trainer saved, and buffers that are computed again.
-_IGNORED = re.compile(r"verifier_(lm_head|norm)\.weight|(.*\.)?rotary_emb\.(inv_freq|.*_cached)")
+IGNORED = re.compile(r"verifier_(lm_head|norm)\.weight|(.*\.)?rotary_emb\.(inv_freq|.*_cached)")
 _UNSUPPORTED = (
     (re.compile(r"mask_hidden|parallel_draft_heads\..*"), "heads that draft several tokens in one forward (P-EAGLE)"),
     (re.compile(r"additional_layers\..*"), "heads with SGLang's further layers, which drop the residual"),
-    (re.compile(r".*self_attn\.[qk]_norm\.weight"), "heads with norms on queries and keys (Qwen3's layer)"),
+    (re.compile(r".*self_attn\.kv_a_proj_with_mqa\.weight"), "heads with multi-head latent attention (MLA)"),
     (re.compile(r".*mlp\.(gate|up|down)_proj\.bias"), "heads with biases in the MLP"),
     (re.compile(r".*\.(weight_scale|weight_packed|qweight|scales)"), "quantised heads"),
     (re.compile(r"(embedding_layernorm|hidden_states_layernorm|embed_norm)\..*"), "heads with norms before fc's input"),
@@ -68,6 +69,10 @@ class Names:
     def has_qkv_bias(self) -> bool:
         return any(_QKV_BIAS.fullmatch(name) for name in self.net)
 
+    @property
+    def has_qk_norm(self) -> bool:
+        return any(_QK_NORM.fullmatch(name) for name in self.net)
+
 
 def version_of_names(names: Iterable[str]) -> int | None:
     """Return 1 or 3 by the tensors' names; None if this is not an EAGLE head."""
@@ -89,7 +94,7 @@ def sort_names(names: Iterable[str], version: int, where: str, *, own_embedding:
     if version == 1:
         groups[LM_HEAD] = sorted_names.copies
     for name in sorted(names):
-        if _IGNORED.fullmatch(name):
+        if IGNORED.fullmatch(name):
             continue
         for pattern, kind in _UNSUPPORTED:
             if pattern.fullmatch(name):

@@ -103,6 +103,7 @@ def _special_features(head: Head) -> dict[str, str]:
         ("wide heads", width != config.hidden_size, f"heads of width {config.head_dim} (only hidden_size / heads)"),
         ("layers", is_eagle3 and config.num_layers > 1, f"EAGLE-3 of {config.num_layers} layers"),
         ("qkv bias", is_eagle3 and config.qkv_bias, "biases of queries, keys and values in EAGLE-3"),
+        ("qk norms", config.qk_norm, "norms of queries and keys (Qwen3's layer)"),
         ("embedding", config.own_embedding, "an embedding of the head's own (SGLang takes the target's)"),
     )
     return {name: description for name, applies, description in cases if applies}
@@ -264,7 +265,7 @@ def _tensors(head: Head, layout: str) -> dict[str, Tensor]:
     return tensors
 
 
-_ALL_ENGINES = ("inputs", "eagle3 bias", "rotation", "feature", "tap order", "last tap")
+_ALL_ENGINES = ("inputs", "eagle3 bias", "rotation", "feature", "tap order", "last tap", "qk norms")
 _SERVERS = (*_ALL_ENGINES, "two norms", "activation")
 # The features of ``_special_features`` that each layout cannot express.
 LAYOUTS: dict[str, tuple[str, ...]] = {

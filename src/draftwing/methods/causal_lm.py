@@ -45,12 +45,21 @@ from draftwing.methods.net import DraftNet, TargetId, layer_names
 from draftwing.methods.net_drafter import NetDrafter
 from draftwing.methods.objectives import AlignedLoss
 from draftwing.models.attention import Attend
-from draftwing.models.config import LEAN_MODEL_TYPES, ModelConfig, RopeConfig, read_config
+from draftwing.models.config import ModelConfig, RopeConfig, read_config
 from draftwing.models.context import Context, Row, TargetOutput
-from draftwing.models.layers import DecoderLayer, RMSNorm
-from draftwing.models.lean import LeanTarget, Reader, ResizedNet, TappedNet, read_layer, resized
+from draftwing.models.families import LEAN_MODEL_TYPES
+from draftwing.models.layers import DecoderLayer
+from draftwing.models.lean import (
+    LeanTarget,
+    Reader,
+    ResizedNet,
+    TappedNet,
+    read_layer,
+    read_norm,
+    resized,
+    rotary_of,
+)
 from draftwing.models.linear import Embedding, Layout, Linear
-from draftwing.models.rope import Rotary
 from draftwing.models.target import Target
 from draftwing.models.weights import WeightFiles, Weights
 from draftwing.runtime.forward import Entries, NetShape, TorchRuntime
@@ -397,6 +406,11 @@ class CausalLMNet(DraftNet):
             raise UnsupportedError(
                 "a mixture of experts is not trained as a draft model: start from a dense model, or from nothing"
             )
+        if config.shape.family.is_changed_by_reading:
+            raise UnsupportedError(
+                f"a model of type {config.shape.model_type} is not trained as a draft model: start from a Llama-like "
+                f"one, such as llama, qwen2 or qwen3, or from nothing"
+            )
         table = nn.Parameter(lean.embedding.plain().detach().clone())  # a clone: it may be mapped from the file
         super().__init__(config, Embedding(table), dtype=table.dtype)
         self.layers, self.norm, self.head = nn.ModuleList(lean.layers), lean.norm, lean.head
@@ -417,11 +431,11 @@ class CausalLMNet(DraftNet):
         shape = ModelConfig.from_hf(dict(source), "the new draft model")
         reader = Reader(cast(Weights, _RandomWeights()), torch.float32, device, Layout())
         layers = [read_layer(reader, shape, index) for index in range(shape.num_layers)]
-        norm = RMSNorm(reader.tensor("model.norm.weight", shape.hidden_size), shape.rms_norm_eps)
+        norm = read_norm(reader, shape, "model.norm", shape.hidden_size)
         size = shape.vocab_size, shape.hidden_size
         table = reader.tensor("model.embed_tokens.weight", *size)
         head = Linear(table if shape.tie_word_embeddings else reader.tensor("lm_head.weight", *size))
-        rotary = Rotary(shape.rope, torch.float32, device)
+        rotary = rotary_of(shape, torch.float32, device)
         lean = TappedNet(shape, Embedding(table), layers, norm, head, rotary)
         return cls(CausalLMConfig(shape, source, target=target), lean, files)
 

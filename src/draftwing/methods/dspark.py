@@ -40,7 +40,7 @@ class DSparkNet(DFlashNet):
         super().__init__(config, *parts, **options)
         place: dict[str, Any] = {"dtype": self._new_dtype, "device": self.embedding.device}
         self.embedding_before = nn.Parameter(torch.randn(config.vocab_size, config.rank, **place) * 0.02)
-        self.head_after = self.new_matrix(config.vocab_size, config.rank)
+        self.head_after = self.new_matrix(self.num_draft_tokens, config.rank)
         self.trust = self.new_matrix(1, config.hidden_size + config.rank, bias=True)
 
     @torch.no_grad()
@@ -51,7 +51,7 @@ class DSparkNet(DFlashNet):
 
     def open(self, out: Tensor, depth: int) -> Tensor:
         """Return each mask's logits, and the state that they were read from: (B, depth, V + H)."""
-        masks = out[:, 1 : 1 + depth]
+        masks = self.guessing(out, depth)
         logits: Tensor = self.logits(masks.flatten(0, 1))
         return torch.cat([logits.view(*masks.shape[:2], -1), masks], -1)
 
@@ -60,7 +60,7 @@ class DSparkNet(DFlashNet):
         vocab, place = self.config.vocab_size, block[:, level : level + 1]
         logits, x = place[..., :vocab], place[..., vocab:]
         before = self.embedding_before[tokens]
-        bias = self.head_after.forward(before.flatten(0, 1)).view(rows, nodes, -1)
+        bias = self.bias_after(before.flatten(0, 1)).view(rows, nodes, -1)
         read = torch.cat([x.expand(-1, nodes, -1), before], -1)
         return Guess(logits + bias, None, self.confidence_logits(read.flatten(0, 1)).sigmoid().view(rows, nodes))
 
@@ -77,8 +77,13 @@ class DSparkNet(DFlashNet):
 
     def level_logits(self, level: int, read: Tensor) -> Tensor:
         x, before = read[:, : self.config.hidden_size], read[:, self.config.hidden_size :]
-        logits: Tensor = self.logits(x) + self.head_after.forward(before)
+        logits: Tensor = self.logits(x) + self.bias_after(before)
         return logits
+
+    def bias_after(self, before: Tensor) -> Tensor:
+        """Map the embeddings (R, S) of tokens to what they add to the logits (R, V) of the tokens after them."""
+        bias: Tensor = self.head_after.spread(before, self.target_ids, self.config.vocab_size)
+        return bias
 
     def confidence_logits(self, read: Tensor) -> Tensor:
         logits: Tensor = self.trust.forward(read)[:, 0]

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -181,7 +181,7 @@ def _look_up(net: EagleNet, channels: Tensor, quiet: Tensor, entries: _Entries, 
     code = (code - mean[:, None] * (mean @ code)).flip(1)  # (H, C) by variance, descending
 
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    q, k, _ = torch.split(net.layer.qkv.weight, [query, key, key])
+    q, k, _ = torch.split(cast(Linear, net.layer.qkv).weight, [query, key, key])
     gain = (MATCH_SCORE * config.head_dim**0.5 / len(channels)) ** 0.5
     for weight in (q, k):
         weight.mul_(QUERY_NOISE)
@@ -209,7 +209,7 @@ def _copy_tokens(net: EagleNet, head: Tensor, entries: _Entries) -> None:
     room = min(config.num_kv_heads * config.head_dim, hidden)
     directions = torch.linalg.eigh(predicted.T @ predicted)[1][:, -room:].flip(1)  # (H, room)
     gain = (COPY_SCALE / _rms(predicted @ directions @ directions.T)).sqrt()
-    values = net.layer.qkv.weight[-config.num_kv_heads * config.head_dim :]
+    values = cast(Linear, net.layer.qkv).weight[-config.num_kv_heads * config.head_dim :]
     values[:room].mul_(QUERY_NOISE)
     values[:room, :hidden] += gain * (to_rows @ directions).T
     group = config.num_heads // config.num_kv_heads

@@ -70,6 +70,7 @@ class EagleConfig:
     norm_output: bool = False
     num_layers: int = 1  # decoder layers; the first is the widened one, the others are plain
     qkv_bias: bool = False  # queries, keys and values of every layer have biases
+    qk_norm: bool = False  # queries and keys of every layer are normed per head, as in Qwen3
     target_hidden_size: int | None = None  # width of the target's features in EAGLE-3 if it is not ``hidden_size``
     own_embedding: bool = False  # the network has its own token embedding instead of the target's
     calibration: Calibration = field(default_factory=Calibration)  # converts scores to probabilities at T > 0
@@ -133,7 +134,8 @@ class EagleConfig:
 #
 #     EAGLE-1   layers.{i}.*; the first layer has no input_layernorm
 #     EAGLE-3   midlayer.* for the first layer, layers.{i}.* (i from 1) for more, fc_norm and input_norm (EAGLE-3.1)
-#     both      *.self_attn.{q,k,v}_proj.bias, embed_tokens.weight if the network has its own embedding
+#     both      *.self_attn.{q,k,v}_proj.bias, *.self_attn.{q,k}_norm.weight, embed_tokens.weight if the network has its
+#               own embedding
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,8 @@ def _layer_places(config: EagleConfig, name: str, path: str, width: int) -> dict
             places[f"{name}.{part}.weight"] = _Place(f"{path}.{module}.weight", shape, start)
             if module == "qkv" and config.qkv_bias:
                 places[f"{name}.{part}.bias"] = _Place(f"{path}.{module}.bias", (size,), start)
+    for module in ("q_norm", "k_norm") if config.qk_norm else ():
+        places[f"{name}.{layer_names()[module][0]}.weight"] = _Place(f"{path}.{module}.weight", (config.head_dim,))
     return places
 
 
@@ -226,10 +230,9 @@ class EagleNet(DraftNet):
         taps_width = config.feature_size * len(config.taps)
         self.fc = self.new_matrix(hidden, taps_width if is_third else 2 * hidden, bias=config.fc_bias)
         # The first layer of EAGLE-3 reads (embedding, state), which have norms below; that of EAGLE-1 has no norm.
-        first = self.new_decoder_layer(
-            width=2 * hidden if is_third else hidden, qkv_bias=config.qkv_bias, input_norm=False
-        )
-        others = (self.new_decoder_layer(qkv_bias=config.qkv_bias) for _ in range(config.num_layers - 1))
+        traits: dict[str, Any] = {"qkv_bias": config.qkv_bias, "qk_norm": config.qk_norm}
+        first = self.new_decoder_layer(width=2 * hidden if is_third else hidden, input_norm=False, **traits)
+        others = (self.new_decoder_layer(**traits) for _ in range(config.num_layers - 1))
         self.layers = nn.ModuleList([first, *others])
         self.token_norm = self.new_norm(hidden) if is_third else None
         self.state_norm = self.new_norm(hidden) if is_third else None

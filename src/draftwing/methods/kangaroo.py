@@ -23,7 +23,7 @@ from draftwing.methods.causal_lm import CausalLMDrafter
 from draftwing.methods.method import NetMethod
 from draftwing.methods.net import ATTENTION_FIELDS, DraftNet, PlainConfig
 from draftwing.methods.objectives import AlignedLoss
-from draftwing.models.attention import Attend
+from draftwing.models.attention import Attend, HeadTraits
 from draftwing.models.lean import LeanTarget
 from draftwing.models.linear import Linear, runs_as
 from draftwing.models.subnet import PartNet, Parts, SubNet, lean_target
@@ -61,6 +61,7 @@ class KangarooNet(DraftNet):
         hidden, width = config.hidden_size, config.head_dim
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, width
         self.q_norm = self.k_norm = None  # an ``Attend`` reads these attributes of its caller
+        self.traits = HeadTraits(rotation=(0, config.rope.rotary_dim // 2))  # a target's other rotations come later
         self.input_norm, self.norm = self.new_norm(hidden), self.new_norm(hidden)
         self.qkv = self.new_matrix((config.num_heads + 2 * config.num_kv_heads) * width, hidden)
         self.out = self.new_matrix(hidden, config.num_heads * width)

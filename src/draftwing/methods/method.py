@@ -196,6 +196,7 @@ class NetMethod(DraftMethod):
         ``target`` is compared with the target that the head was trained for.
         """
         head, where = self.read_head(folder, target), str(folder)
+        head = self.fit_head(head, embedding, target_head, where)
         expected = (head.config.vocab_size, head.config.hidden_size)
         if tuple(embedding.shape) != expected:
             raise CheckpointError(
@@ -212,6 +213,12 @@ class NetMethod(DraftMethod):
         head.check_target(target, str(folder))
         return head
 
+    def fit_head(
+        self, head: PlainHead, embedding: Tensor | Embedding, target_head: Linear | None, where: str
+    ) -> PlainHead:
+        """Return a head without what its target has too. Raises UnsupportedError for a copy that is another's."""
+        return head
+
     def write(self, folder: Path, net: Any, *, training: Mapping[str, Any] | None = None) -> None:
         """Write a network that has not been prepacked; ``training`` is stored as JSON."""
         save_plain(folder, PlainHead.from_net(net, training))
@@ -226,7 +233,7 @@ class NetMethod(DraftMethod):
 
     def diagnose(self, folder: Path, target: Path | None) -> list[Finding]:
         """Examine a head, given the folder of its target or None, for ``draftwing doctor``."""
-        return diagnose_plain(folder, target, self.name, self.config)
+        return diagnose_plain(folder, target, self.name, lambda folder: self.read_head(folder, None))
 
     # --- training --------------------------------------------------------------------------------------------------
 

@@ -204,13 +204,16 @@ def read_modules(
                 f"{folder}: this checkpoint of {architecture_of(config)} has no MTP modules: {_ADVICE}, or give the "
                 f"folder of an MTP head"
             )
+        refusal = UnsupportedError(
+            f"{folder}: the MTP modules of {architecture_of(config)} cannot be run, because Draftwing lacks that "
+            f"architecture's decoder layers for drafts: {_ADVICE}"
+        )
         try:
             like = ModelConfig.from_hf(dict(config), where)
         except UnsupportedError as error:
-            raise UnsupportedError(
-                f"{folder}: the MTP modules of {architecture_of(config)} cannot be run, because Draftwing lacks that "
-                f"architecture's decoder layers: {_ADVICE}"
-            ) from error
+            raise refusal from error
+        if like.latent is not None:
+            raise refusal
         window, size = like.sliding_windows[-1], names.num_modules
         shape = MtpConfig.for_target(like, (like.num_layers,), num_modules=size, window=window, target=target)
         net = MtpNet(shape, embedding, target_head, None, dtype)

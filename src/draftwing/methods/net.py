@@ -20,6 +20,7 @@ from draftwing.errors import CheckpointError, ConfigError
 from draftwing.methods.calibration import Calibration
 from draftwing.models.attention import Attend
 from draftwing.models.config import ModelConfig, RopeConfig
+from draftwing.models.families import FAMILIES
 from draftwing.models.layers import DecoderLayer, GatedMLP, RMSNorm
 from draftwing.models.linear import Embedding, Layout, Linear, has_exact_int8
 from draftwing.models.rope import Rotary
@@ -53,19 +54,7 @@ _SIZES = (
 
 def layer_names(model_type: str = "llama") -> dict[str, list[str]]:
     """Map a decoder layer's modules to their names in Hugging Face folders; several are stacked to make one matrix."""
-    qkv, gate_up = [f"self_attn.{letter}_proj" for letter in "qkv"], ["mlp.gate_proj", "mlp.up_proj"]
-    if model_type == "phi3":
-        qkv, gate_up = ["self_attn.qkv_proj"], ["mlp.gate_up_proj"]
-    return {
-        "input_norm": ["input_layernorm"],
-        "post_norm": ["post_attention_layernorm"],
-        "q_norm": ["self_attn.q_norm"],
-        "k_norm": ["self_attn.k_norm"],
-        "qkv": qkv,
-        "out": ["self_attn.o_proj"],
-        "mlp.gate_up": gate_up,
-        "mlp.down": ["mlp.down_proj"],
-    }
+    return FAMILIES[model_type].names.modules()
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from draftwing.methods.net import DraftNet
-from draftwing.models.attention import CausalAttention
+from draftwing.models.attention import CausalAttention, HeadTraits
 
 
 class UnrolledAttention(CausalAttention):
@@ -42,7 +42,7 @@ class UnrolledAttention(CausalAttention):
         """Continue only these entries (C,), ascending, from the next step on; the others' true keys stay."""
         self._chosen, self._bias = entries, None
 
-    def mix(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def mix(self, layer: int, traits: HeadTraits, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend: (R, heads, D) each -> (R, heads * D)."""
         length = self._length if self._chosen is None else len(self._chosen)
         shape = (self._rows, length, -1, q.shape[-1])
@@ -50,7 +50,7 @@ class UnrolledAttention(CausalAttention):
         seen = self._seen[layer]
         seen.append((keys, values))
         if len(seen) == 1:
-            return super().mix(layer, q, k, v)
+            return super().mix(layer, traits, q, k, v)
         heads = keys.shape[1]
         queries = q.view(self._rows, length, heads, -1, shape[3]).permute(0, 2, 3, 1, 4)  # (B, K, G, E, D)
         queries = queries * self._scale

@@ -24,11 +24,34 @@ from draftwing.tree import DraftTree
 
 # Queries are padded to multiples of this and keys to KEY_BLOCK, so that a row's bits on a CPU do not depend on others.
 QUERY_BLOCK = 8
+_KEYS_AT_ONCE = 256  # keys per product for capped scores: few enough that it sums over them in order
 
 # Not cuDNN, which plans each new shape for longer than the attention takes.
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 _split = torch.split_with_sizes  # without the Python wrapper, which costs more than the work on a few rows
+
+
+@dataclass(frozen=True, eq=False)
+class HeadTraits:
+    """How the heads of a layer differ from Llama's."""
+
+    scale: float | None = None  # factor of the scores; None for head_dim ** -0.5
+    cap: float = 0.0  # scores are capped to cap * tanh(score / cap); 0: not
+    # the first of the net's rotation factors that the layer uses, and their number; None for all
+    rotation: tuple[int, int] | None = None
+    query_scale: int | None = None  # the rotation factor whose real part multiplies queries
+    norms_rotated: bool = False  # queries and keys are normed after their rotation
+    sinks: Tensor | None = None  # (heads,) a further score of each query head, of no value
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the Triton kernels compute it."""
+        special = self.cap or self.norms_rotated or self.sinks is not None
+        return not special and self.rotation is None and self.query_scale is None
+
+
+PLAIN_HEADS = HeadTraits()
 
 
 class Heads(Protocol):
@@ -39,6 +62,7 @@ class Heads(Protocol):
     head_dim: int
     q_norm: Any
     k_norm: Any
+    traits: HeadTraits
 
 
 class Attend(Protocol):
@@ -65,6 +89,62 @@ def rotate(heads: Tensor, cis: Tensor) -> Tensor:
     return rotated if heads.shape[-1] == 2 * half else torch.cat([rotated, heads[..., 2 * half :]], -1)
 
 
+def _norm_rotated(norm: Any, heads: Tensor, cis: Tensor) -> Tensor:
+    """Norm (R, K, D) after ``rotate``, which has moved the channels."""
+    channels = torch.arange(heads.shape[-1], device=heads.device)
+    half = cis.shape[-1]
+    channels[: 2 * half] = channels[: 2 * half].view(2, half).T.flatten()
+    normed: Tensor = norm.forward(heads, channels)
+    return normed
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, traits: HeadTraits, is_causal: bool = False
+) -> Tensor:
+    """Attention of queries (B, K, Q, D), folded by KV head as in ``TreeAttention``, to keys (B, K, W, D).
+
+    Capped scores and sinks are computed in blocks of one size on a CPU, so that a query's bits depend on no other query
+    and on no masked key.
+
+    Args:
+        mask: (B or 1, 1 or K, Q, W) True or 0 for visible keys, False or -inf for others; None for all.
+    """
+    scale = scale if traits.scale is None else traits.scale
+    if not traits.cap and traits.sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, is_causal=is_causal)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
+    sinks = None
+    if traits.sinks is not None:  # (1, K, Q, 1)
+        groups = traits.sinks.view(k.shape[1], -1)
+        repeats = -(-q.shape[2] // groups.shape[1])
+        sinks = groups.repeat(1, repeats)[None, :, : q.shape[2], None].to(q.dtype)
+    queries, keys = (QUERY_BLOCK, _KEYS_AT_ONCE) if q.device.type == "cpu" else (q.shape[2], k.shape[2])
+    parts = []
+    for first in range(0, q.shape[2], queries):
+        some = slice(first, first + queries)
+        pieces = torch.split(k, keys, 2)
+        scores = torch.cat([q[:, :, some] @ piece.transpose(2, 3) for piece in pieces], -1) * scale
+        if traits.cap:
+            scores = (scores / traits.cap).tanh_().mul_(traits.cap)
+        if mask is not None:
+            scores = scores + mask[:, :, some]
+        top = scores.amax(-1, keepdim=True)
+        if sinks is not None:
+            top = torch.maximum(top, sinks[:, :, some])
+        weights = (scores - top).exp_()
+        total = weights.sum(-1, keepdim=True)
+        if sinks is not None:
+            total = total + (sinks[:, :, some] - top).exp()
+        shares, values = torch.split(weights, keys, -1), torch.split(v, keys, 2)
+        mixed = [part @ piece for part, piece in zip(shares, values, strict=True)]
+        out = mixed[0]
+        for part in mixed[1:]:
+            out = out + part
+        parts.append(out / total)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
 class Attention(ABC):
     """Normalises and rotates queries and keys; subclasses attend in ``mix``.
 
@@ -78,14 +158,21 @@ class Attention(ABC):
         num_heads, num_kv_heads = heads.num_heads, heads.num_kv_heads
         real = self.cis.shape[0]
         qk, v = _split(qkv[:real].view(real, -1, heads.head_dim), (num_heads + num_kv_heads, num_kv_heads), 1)
-        if heads.q_norm is not None and heads.k_norm is not None:
+        traits, cis, normed = heads.traits, self.cis, heads.q_norm is not None and heads.k_norm is not None
+        if traits.rotation is not None:
+            cis = cis.narrow(-1, *traits.rotation)
+        if normed and not traits.norms_rotated:
             q, k = _split(qk, (num_heads, num_kv_heads), 1)
             qk = torch.cat([heads.q_norm.forward(q), heads.k_norm.forward(k)], 1)
-        q, k = _split(rotate(qk, self.cis), (num_heads, num_kv_heads), 1)
-        return self.mix(layer, q, k, v)
+        q, k = _split(rotate(qk, cis) if cis.shape[-1] else qk, (num_heads, num_kv_heads), 1)
+        if normed and traits.norms_rotated:
+            q, k = _norm_rotated(heads.q_norm, q, cis), _norm_rotated(heads.k_norm, k, cis)
+        if traits.query_scale is not None:
+            q = q * self.cis[..., traits.query_scale : traits.query_scale + 1].real.to(q.dtype)
+        return self.mix(layer, traits, q, k, v)
 
     @abstractmethod
-    def mix(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def mix(self, layer: int, traits: HeadTraits, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(R, K, D) each, k and v with the KV heads alone -> (R, heads * D)."""
 
 
@@ -116,15 +203,23 @@ class SlotAttention(Attention):
     """Attention over KV slots ``where`` the trees are: an ``Attend`` for one forward.
 
     Its result has ``num_rows_out`` rows, more than B * N if the caller padded. ``windows`` are each layer's sliding
-    window, or None.
+    window, or None. Layers marked in ``causal`` see no later position; others do if a tree's ``paths`` let nodes see
+    each other, as in a block. Empty: none is marked.
     """
 
     def __init__(
-        self, cis: Tensor, where: TreeSlots, windows: Sequence[int | None], num_heads: int, num_rows_out: int
+        self,
+        cis: Tensor,
+        where: TreeSlots,
+        windows: Sequence[int | None],
+        num_heads: int,
+        num_rows_out: int,
+        causal: Sequence[bool] = (),
     ) -> None:
         super().__init__(cis)
         _, _, _, kv_heads, _, dim = where.cache.data.shape
         self._windows, self._scale, self._rows_out = windows, dim**-0.5, num_rows_out
+        self._causal = causal or [False] * len(windows)
         nodes = where.tree.num_nodes - where.first_node
         self._shape = (where.tree.num_rows, nodes, kv_heads, num_heads // kv_heads, dim)
         self._prepare(where)
@@ -146,7 +241,8 @@ class TreeAttention(SlotAttention):
         self._queries = nodes * self._groups
         padded = round_up(self._queries, QUERY_BLOCK) if data.device.type == "cpu" else self._queries
         self._padded, self._dtype = padded, data.dtype
-        self._masks = {window: self._mask(where, window, width) for window in set(self._windows)}
+        kinds = set(zip(self._windows, self._causal, strict=True))
+        self._masks = {kind: self._mask(where, *kind, width) for kind in kinds}
         self._locate(where, width)
         self._q = data.new_zeros(rows, kv_heads, padded, dim)
         q = self._q[:, :, : self._queries]
@@ -180,7 +276,7 @@ class TreeAttention(SlotAttention):
             keys[row, :, slot], values[row, :, slot] = k, v
         return keys, values
 
-    def _mask(self, where: TreeSlots, window: int | None, width: int) -> Tensor:
+    def _mask(self, where: TreeSlots, window: int | None, is_causal: bool, width: int) -> Tensor:
         """(B, 1, padded, width): 0 for visible slots, else -inf; padding queries see all slots."""
         tree, lengths, first_node, padded = where.tree, where.lengths_B, where.first_node, self._padded
         dtype, slots = self._dtype, torch.arange(width, device=lengths.device)
@@ -193,21 +289,24 @@ class TreeAttention(SlotAttention):
         ancestors = tree.ancestors[:, first_node:]
         in_tree = ancestors.gather(2, node[:, None, :].expand(-1, ancestors.shape[1], -1))
         allowed = (place < 0)[:, None, :] | (in_tree & (place < tree.num_nodes)[:, None, :])
-        if window is not None:
-            key_position = torch.where(place < 0, slots, lengths[:, None] + tree.depths.gather(1, node))
-            query_position = lengths[:, None] + tree.depths[:, first_node:]
-            allowed &= key_position[:, None, :] > query_position[:, :, None] - window
+        if window is not None or is_causal:
+            key_position = torch.where(place < 0, slots, lengths[:, None] + tree.depths.gather(1, node))[:, None, :]
+            query_position = (lengths[:, None] + tree.depths[:, first_node:])[:, :, None]
+            if window is not None:
+                allowed &= key_position > query_position - window
+            if is_causal:
+                allowed &= key_position <= query_position
         bias = torch.zeros(allowed.shape, dtype=dtype, device=lengths.device).masked_fill_(~allowed, float("-inf"))
         folded = bias.repeat_interleave(self._groups, dim=1)
         return F.pad(folded, (0, 0, 0, padded - folded.shape[1]))[:, None]
 
-    def mix(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def mix(self, layer: int, traits: HeadTraits, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(R, heads, D) each -> (padded R, num_heads * D)."""
         rows, nodes, kv_heads, _, dim = self._shape
         keys, values = self._write(layer, k.view(rows, nodes, kv_heads, dim), v.view(rows, nodes, kv_heads, dim))
         self._q_view.copy_(q.view(self._shape))
-        mask = self._masks[self._windows[layer]]
-        mixed = F.scaled_dot_product_attention(self._q, keys, values, attn_mask=mask, scale=self._scale)
+        mask = self._masks[self._windows[layer], self._causal[layer]]
+        mixed = attend(self._q, keys, values, mask, self._scale, traits)
         mixed = mixed[:, :, : self._queries].view(rows, kv_heads, nodes, self._groups, dim)
         self._out_view.copy_(mixed.permute(0, 2, 1, 3, 4))
         return self._out
@@ -224,7 +323,9 @@ class FusedTreeAttention(SlotAttention):
         self._data, self._width = cache.data, min(where.width, cache.num_slots)
         self._places = rows, where.lengths_B.contiguous(), None if cache.table is None else cache.table.tensor(device)
         self._first_node, self._num_nodes = where.first_node, tree.num_nodes
-        self._ancestors = None if tree.is_line else tree.ancestors
+        self._ancestors = self._causal_ancestors = None if tree.is_line else tree.ancestors
+        if any(self._causal) and self._ancestors is not None:
+            self._causal_ancestors = self._ancestors & (tree.depths[:, None, :] <= tree.depths[:, :, None])
         self._depths = None if tree.is_line or not any(self._windows) else tree.depths.contiguous()
         self._pairs = torch.view_as_real(self.cis[:, 0])
 
@@ -237,11 +338,12 @@ class FusedTreeAttention(SlotAttention):
             qkv, self._pairs, slots, self._places, first, (heads.num_heads, heads.num_kv_heads), norms
         )
         return gpu.tree_attention(
-            queries, slots, self._places, self._ancestors, self._depths, first, self._num_nodes, self._width,
-            self._windows[layer], self._scale,
+            queries, slots, self._places, self._causal_ancestors if self._causal[layer] else self._ancestors,
+            self._depths, first, self._num_nodes, self._width, self._windows[layer],
+            self._scale if heads.traits.scale is None else heads.traits.scale,
         )  # fmt: skip
 
-    def mix(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def mix(self, layer: int, traits: HeadTraits, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         raise NotImplementedError  # ``__call__`` does all of it
 
 
@@ -272,19 +374,29 @@ class CausalAttention(Attention):
         self._rows, self._length, self._windows, self._scale = num_rows, length, windows, scale
         self._masks: dict[int, Tensor] = {}
 
-    def mix(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def mix(self, layer: int, traits: HeadTraits, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(R, heads, D) each -> (R, heads * D)."""
         mask = self._mask(self._windows[layer], q.device)
         q, k, v = (x.view(self._rows, self._length, -1, x.shape[-1]).transpose(1, 2) for x in (q, k, v))
+        scale = self._scale if traits.scale is None else traits.scale
+        if traits.cap or traits.sinks is not None:
+            groups, length = q.shape[1] // k.shape[1], self._length
+            rows, dim = q.shape[0], q.shape[3]
+            folded = q.view(rows, -1, groups, length, dim).transpose(2, 3).flatten(2, 3)
+            visible = self._mask(length, q.device, always=True) if mask is None else mask
+            assert visible is not None
+            mixed = attend(folded, k, v, visible.repeat_interleave(groups, 0)[None, None], scale, traits)
+            mixed = mixed.view(rows, -1, length, groups, dim).permute(0, 2, 1, 3, 4)
+            return mixed.reshape(rows * length, -1)
         with sdpa_kernel(_BACKENDS) if q.is_cuda else nullcontext():
             mixed = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=True
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
             )
         return mixed.transpose(1, 2).reshape(self._rows * self._length, -1)
 
-    def _mask(self, window: int | None, device: torch.device) -> Tensor | None:
-        """(T, T) True for visible tokens; None if all earlier ones are."""
-        if window is None or window >= self._length:
+    def _mask(self, window: int | None, device: torch.device, *, always: bool = False) -> Tensor | None:
+        """(T, T) True for visible tokens; None if all earlier ones are, unless ``always``."""
+        if window is None or (window >= self._length and not always):
             return None
         if window not in self._masks:
             place = torch.arange(self._length, device=device)
@@ -314,7 +426,7 @@ class ViewAttention(SlotAttention):
         self._head = torch.arange(self._shape[2], device=device)
         self._mask: Tensor | None = None  # the same in all layers without a window
 
-    def mix(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def mix(self, layer: int, traits: HeadTraits, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(R, heads, D) each -> (padded R, num_heads * D)."""
         rows, nodes, kv_heads, groups, dim = self._shape
         keys, values = self._cache.data[layer].unbind(0)
@@ -327,7 +439,7 @@ class ViewAttention(SlotAttention):
         at = row, self._head[None, :, None], index
         folded = q.view(self._shape).permute(0, 2, 1, 3, 4).reshape(rows, kv_heads, nodes * groups, dim)
         mask = self._visible(self._windows[layer], seen)
-        mixed = F.scaled_dot_product_attention(folded, keys[at], values[at], attn_mask=mask, scale=self._scale)
+        mixed = attend(folded, keys[at], values[at], mask, self._scale, traits)
         mixed = mixed.view(rows, kv_heads, nodes, groups, dim).permute(0, 2, 1, 3, 4).reshape(rows * nodes, -1)
         return F.pad(mixed, (0, 0, 0, self._rows_out - len(mixed)))
 
@@ -362,27 +474,33 @@ class WatchAttention(SlotAttention):
         self._kv, self._at = where.cache.data, where.cache.place(torch.full_like(slots, where.first_row), slots)
         self._back = (slots[self._start :, None] - slots).repeat_interleave(self._shape[3], dim=0)
 
-    def mix(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def mix(self, layer: int, traits: HeadTraits, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(R, heads, D) each -> (padded R, num_heads * D); k and v equal the slots' content."""
         _, nodes, kv_heads, groups, dim = self._shape
         keys, values = (x[self._at[0], :, self._at[1]].transpose(0, 1) for x in self._kv[layer])
         folded = q.view(self._shape[1:]).transpose(0, 1).reshape(kv_heads, nodes * groups, dim)
-        scores = (folded @ keys.transpose(1, 2)).mul_(self._scale)
+        scores = (folded @ keys.transpose(1, 2)).mul_(self._scale if traits.scale is None else traits.scale)
+        if traits.cap:
+            scores = (scores / traits.cap).tanh_().mul_(traits.cap)
         window = self._windows[layer]
         hidden = self._back < 0 if window is None else (self._back < 0) | (self._back >= window)
-        weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
+        scores = scores.masked_fill_(hidden, -torch.inf)
+        if traits.sinks is not None:
+            sinks = traits.sinks.view(kv_heads, 1, groups).expand(-1, nodes, -1).reshape(kv_heads, -1, 1)
+            scores = torch.cat([scores, sinks.to(scores.dtype)], -1)
+        weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))[..., : len(self._back[0])]
         self._watched[layer] += weights[..., : self._start].sum(1)
         mixed = (weights.to(q.dtype) @ values).view(kv_heads, nodes, groups * dim).transpose(0, 1)
         return F.pad(mixed.reshape(nodes, -1), (0, 0, 0, self._rows_out - nodes))
 
 
-def attention_over(where: TreeSlots) -> type[SlotAttention]:
-    """The class of attention for these slots."""
+def attention_over(where: TreeSlots, *, is_plain: bool = True) -> type[SlotAttention]:
+    """The class of attention for these slots; ``is_plain``: see ``HeadTraits``."""
     if where.watched is not None:
         return WatchAttention
     if where.view is not None:
         return ViewAttention
     data = where.cache.data
-    if gpu.attends(data.device, data.dtype, data.shape[5]):
+    if is_plain and gpu.attends(data.device, data.dtype, data.shape[5]):
         return FusedTreeAttention
     return TreeAttention if where.cache.table is None else PagedTreeAttention

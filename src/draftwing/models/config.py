@@ -6,6 +6,7 @@ out, except for windows and special tokens, where it means none.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError, shown
+from draftwing.models.families import FAMILIES, ExpertTraits, Family, Key
 from draftwing.storage import check_regular, read_json
 
 _REQUIRED: Final = object()
@@ -100,6 +102,20 @@ class ConfigReader:
         if not isinstance(value, str):
             raise self._wrong(key, "a string")
         return value
+
+    def setting(self, value: Any) -> Any:
+        """The value of a ``Key`` of a family, with the type of its default (a number if it is None); or ``value``."""
+        if not isinstance(value, Key):
+            return value
+        if isinstance(value.default, bool):
+            return self.flag(value.name, value.default)
+        if isinstance(value.default, str):
+            return self.text(value.name, value.default)
+        if value.default is None and self.config.get(value.name) is None:
+            return None
+        if isinstance(value.default, int):
+            return self.integer(value.name, value.default, minimum=0)
+        return self.number(value.name, value.default)
 
     def items(self, key: str, kind: type) -> list[Any]:
         """A list of ``kind``; empty if the key is missing."""
@@ -191,6 +207,7 @@ class RopeConfig:
 
         ``theta`` is the family's default base; ``where`` begins every error message.
         """
+        partial = FAMILIES[model_type].partial if model_type in FAMILIES else None
         key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
         table, whole = config.get(key) or {}, ConfigReader(config, where)
         if not isinstance(table, Mapping):
@@ -203,19 +220,21 @@ class RopeConfig:
         kind = table.get("rope_type") or table.get("type") or "default"
         if model_type == "phi3" and kind == "yarn":
             kind = "longrope"  # as in transformers: the first Phi-3 configs called it so
+        if model_type == "hunyuan_v1_dense" and kind == "dynamic" and table.get("alpha"):
+            kind = "default"  # with a fixed base
+            theta_factor = read.number("alpha", minimum=0) ** (head_dim / (head_dim - 2))
+        else:
+            theta_factor = 1.0
         _check_rope_type(kind, read)
         if model_type == "phi3" and kind != "default":
             raise read.error(
                 f'RoPE type "{kind}" does not exist for phi3; expected "default". Correct it, or {_DOWNLOAD}'
             )
-        share = ConfigReader({**config, **table}, read.where).number("partial_rotary_factor", 1.0)
+        share = ConfigReader({**config, **table}, read.where).number("partial_rotary_factor", partial or 1.0)
         # The models of the other families ignore the key, or fail.
-        if model_type != "phi3" and share != 1.0:
-            raise read.unsupported(
-                f"`partial_rotary_factor` {share} has no meaning for {model_type}, only for phi3. Remove it if it is a "
-                "mistake."
-            )
-        base = read.number("rope_theta", whole.number("rope_theta", theta))
+        if partial is None and share != 1.0:
+            raise read.unsupported(f"`partial_rotary_factor` {share} has no meaning for {model_type}.")
+        base = read.number("rope_theta", whole.number("rope_theta", theta)) * theta_factor
         settings = _rope_settings(kind, read, config, max_position_embeddings)
         try:
             return cls(kind, base, head_dim, int(head_dim * share), max_position_embeddings, **settings)
@@ -253,52 +272,15 @@ def _rope_settings(kind: str, read: ConfigReader, config: Mapping[str, Any], max
 
 # --- models ----------------------------------------------------------------------------------------------------------
 
-Activation = Literal["silu", "gelu", "gelu_pytorch_tanh"]
+Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu2"]
 
 _ACTIVATIONS: Final[dict[str, Activation]] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_pytorch_tanh",
+    "relu2": "relu2",
 }
-
-
-@dataclass(frozen=True)
-class _Family:
-    """Defaults of a family's config class in transformers."""
-
-    architecture: str
-    max_positions: int
-    kv_heads: int | None = None  # None for as many as query heads
-    head_dim: int | None = None  # None for hidden_size / heads
-    eps: float = 1e-6
-    theta: float = 10000.0
-    bos: int | None = None
-    eos: int | None = None
-    pad: int | None = None
-    window: int | None = 4096
-    # layers with a sliding window: never; always; all if "use_sliding_window" is set (switch); or then those from
-    # "max_window_layers" on (layer)
-    windows: Literal["never", "always", "switch", "layer"] = "always"
-    qkv_bias: bool | None = False  # None if the config's ``attention_bias`` decides
-    qk_norm: bool = False
-
-
-_FAMILIES: Final[dict[str, _Family]] = {
-    "llama": _Family("LlamaForCausalLM", 2048, bos=1, eos=2, windows="never", qkv_bias=None),
-    "mistral": _Family("MistralForCausalLM", 131072, kv_heads=8, bos=1, eos=2),
-    "mixtral": _Family("MixtralForCausalLM", 131072, kv_heads=8, eps=1e-5, theta=1e6, bos=1, eos=2, window=None),
-    "qwen2": _Family("Qwen2ForCausalLM", 32768, kv_heads=32, windows="layer", qkv_bias=True),
-    "mimo": _Family("MiMoForCausalLM", 32768, kv_heads=32, windows="layer", qkv_bias=True),  # Qwen2 with MTP modules
-    "qwen3": _Family(
-        "Qwen3ForCausalLM", 32768, kv_heads=32, head_dim=128, windows="layer", qkv_bias=None, qk_norm=True
-    ),
-    "qwen3_moe": _Family("Qwen3MoeForCausalLM", 32768, kv_heads=4, windows="switch", qkv_bias=None, qk_norm=True),
-    "phi3": _Family("Phi3ForCausalLM", 4096, eps=1e-5, bos=1, eos=32000, pad=32000, window=None),
-}
-
-# Not a set: a damaged config may have a list where the name belongs, which cannot be looked up in one.
-LEAN_MODEL_TYPES: tuple[str, ...] = tuple(sorted(_FAMILIES))
 
 
 @dataclass(frozen=True)
@@ -311,11 +293,27 @@ class MoeConfig:
     intermediate_size: int  # inner width of an expert
     norm_topk_prob: bool  # True if the probabilities of the chosen experts are rescaled to sum to one
     sparse_layers: tuple[bool, ...]  # for each layer, True if it has experts instead of an ordinary MLP
+    shared_size: int = 0  # inner width of the expert that every token goes through; 0 if there is none
+    scale: float = 1.0  # factor of the weights
+    # number of groups of experts, and those that a token chooses from; None without groups
+    groups: tuple[int, int] | None = None
+    clamp: tuple[float, float] | None = None  # see ``ExpertTraits``
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Widths of multi-head latent attention: a head's queries and keys are ``rope_dim`` + ``plain_dim`` wide."""
+
+    query_rank: int | None  # width of the latent queries; None for a single matrix
+    rank: int  # width of the latent keys and values
+    rope_dim: int
+    plain_dim: int
+    value_dim: int
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a Llama-like decoder."""
+    """The shape of a decoder: a family's traits (``models.families``) with the values of one model."""
 
     model_type: str
     vocab_size: int
@@ -332,7 +330,7 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: bool
+    qk_norm: bool  # queries and keys are normed (``Family.qk_norm`` says how)
     rope: RopeConfig
     # for each layer, None for full attention, or W if a token sees itself and the W - 1 before it
     sliding_windows: tuple[int | None, ...]
@@ -342,6 +340,22 @@ class ModelConfig:
     eos_ids: tuple[int, ...]
     pad_id: int | None
     dtype: str | None  # the checkpoint's, such as "bfloat16"; None if the config does not name it
+    attention_scale: float  # factor of the scores
+    latent: LatentConfig | None = None
+    score_cap: float = 0.0  # scores are capped to cap * tanh(score / cap); 0: not
+    local_rope: RopeConfig | None = None  # for layers with a window, if theirs differs
+    rotates: tuple[bool, ...] = ()  # for each layer, False if it has no position embeddings
+    # A query at position p is multiplied by 1 + beta * log(1 + floor(p / length)): (beta, length), or None
+    query_scale: tuple[float, int] | None = None
+    # embedding_scale, residual_scale, logit_scale: factors of embeddings, of what a layer adds, and of logits
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float = 0.0  # see ``score_cap``
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.model_type]
 
     @property
     def context_length(self) -> int:
@@ -355,51 +369,70 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, config: dict[str, Any], where: str = "config.json") -> ModelConfig:
-        """Read the content of a ``config.json``; ``where`` begins every error message."""
+        """Read the content of a ``config.json``; ``where`` begins every error message.
+
+        Raises:
+            ConfigError: a value is missing or impossible.
+            UnsupportedError: a setting that the lean decoder does not honour, or no family that it has.
+        """
         read = ConfigReader(config, where)
         model_type = _model_type(read)
-        family = _FAMILIES[model_type]
-        if config.get("quantization_config"):
-            raise read.unsupported("`quantization_config` is set: the weights are quantised.")
-        layers, heads, kv_heads, head_dim = _heads(read, family)
-        activation = read.text("hidden_act", "silu")
+        family = FAMILIES[model_type]
+        _refuse(read, family)
+        latent = _latent(read) if family.is_latent else None
+        layers, heads, kv_heads, head_dim = _heads(read, family, latent)
+        name = family.activation.name
+        activation = read.text(name, family.activation.default)
         if activation not in _ACTIVATIONS:
             raise read.unsupported(
-                f'activation `hidden_act` "{activation}" is not supported; expected one of {", ".join(_ACTIVATIONS)}.'
+                f'activation `{name}` "{activation}" is not supported; expected one of {", ".join(_ACTIVATIONS)}.'
             )
+        hidden = read.integer("hidden_size")
         max_positions = read.integer("max_position_embeddings", family.max_positions)
-        attention_bias = read.flag("attention_bias", False) if family.qkv_bias is None else None
+        windows = _windows(read, family, layers)
+        rope, local_rope = _ropes(
+            read, family, model_type, head_dim if latent is None else latent.rope_dim, max_positions
+        )
+        scale = read.setting(family.scale)
+        if latent is not None:
+            rope = replace(rope, head_dim=head_dim)
+            if rope.type != "default" and rope.mscale_all_dim and rope.factor > 1:
+                scale = head_dim**-0.5 * (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1) ** 2
+        embedding_scale = hidden**0.5 if family.embedding_scale == "root" else read.setting(family.embedding_scale)
         return cls(
             model_type=model_type,
             vocab_size=read.integer("vocab_size"),
-            hidden_size=read.integer("hidden_size"),
+            hidden_size=hidden,
             intermediate_size=read.integer("intermediate_size"),
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=read.number("rms_norm_eps", family.eps, minimum=0),
+            rms_norm_eps=read.number(family.eps.name, family.eps.default, minimum=0),
             activation=_ACTIVATIONS[activation],
             max_position_embeddings=max_positions,
-            tie_word_embeddings=read.flag("tie_word_embeddings", False),
-            qkv_bias=bool(family.qkv_bias) if attention_bias is None else attention_bias,
-            o_bias=bool(attention_bias),
-            mlp_bias=read.flag("mlp_bias", False) if model_type == "llama" else False,
-            qk_norm=family.qk_norm,
-            rope=RopeConfig.from_hf(
-                config,
-                model_type=model_type,
-                head_dim=head_dim,
-                max_position_embeddings=max_positions,
-                theta=family.theta,
-                where=where,
-            ),
-            sliding_windows=_windows(read, family, layers),
-            moe=_moe(read, model_type, layers),
+            tie_word_embeddings=read.flag("tie_word_embeddings", family.is_tied),
+            qkv_bias=read.setting(family.qkv_bias),
+            o_bias=read.setting(family.o_bias),
+            mlp_bias=read.setting(family.mlp_bias),
+            qk_norm=family.qk_norm != "none",
+            rope=rope,
+            sliding_windows=windows,
+            moe=_moe(read, family.experts, layers) if family.experts else None,
             bos_id=next(iter(read.ids("bos_token_id", family.bos)), None),
-            eos_ids=read.ids("eos_token_id", family.eos, is_list=True),
+            eos_ids=_eos_ids(read, family),
             pad_id=next(iter(read.ids("pad_token_id", family.pad)), None),
             dtype=read.text("dtype") or read.text("torch_dtype") or None,
+            attention_scale=head_dim**-0.5 if scale is None else scale**family.scale_power,
+            latent=latent,
+            score_cap=read.setting(family.score_cap) or 0.0,
+            local_rope=local_rope,
+            rotates=_rotates(read, family, windows),
+            query_scale=_query_scale(read, family),
+            embedding_scale=1.0 if embedding_scale is None else embedding_scale,
+            residual_scale=read.setting(family.residual_scale or 1.0),
+            logit_scale=read.setting(family.logit_scale or 1.0) / _divisor(read, family),
+            logit_cap=read.setting(family.logit_cap) or 0.0,
         )
 
 
@@ -411,9 +444,9 @@ def _model_type(read: ConfigReader) -> str:
         raise read.error(
             "expected `architectures` or `model_type`, found neither. Download the model's config.json again."
         )
-    architectures = {family.architecture: name for name, family in _FAMILIES.items()}
+    architectures = {family.architecture: name for name, family in FAMILIES.items()}
     named = architectures.get(architecture) if architecture else model_type
-    if named not in _FAMILIES:
+    if named not in FAMILIES:
         raise read.unsupported(
             f"architecture {architecture or model_type} is not supported by the lean decoder; expected "
             f"one of {', '.join(architectures)}."
@@ -426,9 +459,48 @@ def _model_type(read: ConfigReader) -> str:
     return named
 
 
-def _heads(read: ConfigReader, family: _Family) -> tuple[int, int, int, int]:
+def _refuse(read: ConfigReader, family: Family) -> None:
+    """Raise UnsupportedError for a setting that no code honours, unless its value changes nothing."""
+    quantized = read.config.get("quantization_config")
+    is_mxfp4 = isinstance(quantized, Mapping) and quantized.get("quant_method") == "mxfp4"
+    if quantized and not (is_mxfp4 and family.experts is not None and family.experts.clamp is not None):
+        raise read.unsupported("`quantization_config` is set: the weights are quantised.")
+    for key, neutral in family.refused.items():
+        value = read.config.get(key)
+        if value is not None and value not in neutral:
+            raise read.unsupported(f"`{key}` {shown(value)} is not supported by the lean decoder.")
+
+
+def _eos_ids(read: ConfigReader, family: Family) -> tuple[int, ...]:
+    if isinstance(family.eos, tuple):  # these families take null for their default, too
+        return read.ids("eos_token_id", None, is_list=True) or family.eos
+    return read.ids("eos_token_id", family.eos, is_list=True)
+
+
+def _divisor(read: ConfigReader, family: Family) -> float:
+    divisor: float = read.setting(family.logit_divisor or 1.0)
+    if not divisor and family.logit_divisor is not None:
+        raise read.error(f"`{family.logit_divisor.name}` must not be 0. Correct it, or {_DOWNLOAD}")
+    return divisor
+
+
+def _latent(read: ConfigReader) -> LatentConfig:
+    query_rank = read.integer("q_lora_rank", 1536) if read.config.get("q_lora_rank", 1536) is not None else None
+    sizes = read.integer("qk_rope_head_dim", 64), read.integer("qk_nope_head_dim", 128), read.integer("v_head_dim", 128)
+    if sizes[2] > sizes[0] + sizes[1]:
+        raise read.unsupported("`v_head_dim` is larger than `qk_rope_head_dim` and `qk_nope_head_dim` together.")
+    return LatentConfig(query_rank, read.integer("kv_lora_rank", 512), *sizes)
+
+
+def _heads(read: ConfigReader, family: Family, latent: LatentConfig | None) -> tuple[int, int, int, int]:
     """(layers, query heads, KV heads, head width), checked against each other."""
     hidden, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
+    if latent is not None:  # keys and values of every head are made from the latent ones
+        if read.integer("num_key_value_heads", heads) != heads:
+            raise read.unsupported("`num_key_value_heads` differs from `num_attention_heads`.")
+        return (
+            read.integer("num_hidden_layers", maximum=10000), heads, heads, latent.rope_dim + latent.plain_dim
+        )  # fmt: skip
     # If the key is null, there are as many as query heads; if it is missing, the config class's default.
     kv_default = heads if "num_key_value_heads" in read.config else family.kv_heads or heads
     kv_heads = read.integer("num_key_value_heads", kv_default)
@@ -451,15 +523,25 @@ def _heads(read: ConfigReader, family: _Family) -> tuple[int, int, int, int]:
     return read.integer("num_hidden_layers", maximum=10000), heads, kv_heads, head_dim
 
 
-def _windows(read: ConfigReader, family: _Family, layers: int) -> tuple[int | None, ...]:
+def _windows(read: ConfigReader, family: Family, layers: int) -> tuple[int | None, ...]:
     """The sliding window of each layer in tokens, or None."""
-    window = None
-    is_on = family.windows not in ("switch", "layer") or read.flag("use_sliding_window", False)
+    window, rule = None, family.windows
+    is_on = rule not in ("switch", "layer", "alternate", "unrotated") or read.flag("use_sliding_window", False)
     # Here null means no window; only a missing key means the default one.
-    if is_on and family.windows != "never" and read.config.get("sliding_window", family.window) is not None:
+    if is_on and rule != "never" and read.config.get("sliding_window", family.window) is not None:
         window = read.integer("sliding_window", family.window)
-    first = read.integer("max_window_layers", 28, minimum=0) if family.windows == "layer" else 0
-    usual = tuple(window if layer >= first else None for layer in range(layers))
+    first = read.integer("max_window_layers", 28, minimum=0) if rule in ("layer", "alternate") else 0
+    slides = [window is not None] * layers
+    if rule == "layer":
+        slides = [layer >= first for layer in range(layers)]
+    elif rule == "alternate":
+        slides = [layer % 2 == 0 and layer < first for layer in range(layers)]
+    elif rule == "unrotated":
+        slides = [not rotates for rotates in _listed_rotations(read, layers)]
+    elif rule == "pattern":
+        every = 0 if read.config.get("layer_types") else read.setting(family.pattern)
+        slides = [not every or (layer + 1) % every != 0 for layer in range(layers)]
+    usual = tuple(window if slide else None for slide in slides)
     kinds = ["full_attention" if kind == "attention" else kind for kind in read.items("layer_types", str)]
     if not kinds:
         return usual
@@ -474,7 +556,7 @@ def _windows(read: ConfigReader, family: _Family, layers: int) -> tuple[int | No
                 f'`layer_types` has "{kind}", which the lean decoder lacks; expected full_ or sliding_attention.'
             )
     sliding = [kind == "sliding_attention" for kind in kinds]
-    if family.windows == "layer":
+    if rule in ("layer", "alternate", "unrotated", "pattern"):
         if any(sliding) and window is None:
             raise read.error(
                 "`layer_types` has sliding_attention, but no window. Correct `use_sliding_window` and `sliding_window`."
@@ -489,23 +571,96 @@ def _windows(read: ConfigReader, family: _Family, layers: int) -> tuple[int | No
     return usual
 
 
-def _moe(read: ConfigReader, model_type: str, layers: int) -> MoeConfig | None:
-    if model_type not in ("mixtral", "qwen3_moe"):
+def _listed_rotations(read: ConfigReader, layers: int) -> tuple[bool, ...]:
+    """``no_rope_layers``, in which 0 marks a layer that does not rotate; by default every n-th one."""
+    marks = read.items("no_rope_layers", int)
+    if not marks:
+        every = read.integer("no_rope_layer_interval", 4)
+        return tuple((layer + 1) % every != 0 for layer in range(layers))
+    if len(marks) != layers:
+        raise read.error(
+            f"`no_rope_layers` must have one entry per layer (`num_hidden_layers` {layers}), found {len(marks)}. "
+            f"Correct it, or {_DOWNLOAD}"
+        )
+    return tuple(mark != 0 for mark in marks)
+
+
+def _rotates(read: ConfigReader, family: Family, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
+    """For each layer, True if it rotates queries and keys."""
+    if family.rotates == "listed":
+        return _listed_rotations(read, len(windows))
+    if family.rotates == "all":
+        return (True,) * len(windows)
+    if family.rotates == "windowed_or_all" and read.config.get("sliding_window", family.window) is None:
+        return (True,) * len(windows)
+    return tuple(window is not None for window in windows)
+
+
+def _ropes(
+    read: ConfigReader, family: Family, model_type: str, head_dim: int, max_positions: int
+) -> tuple[RopeConfig, RopeConfig | None]:
+    """The RoPE settings, and those of layers with a window if they have their own."""
+    config = dict(read.config)
+    if family.rope and not config.get("rope_scaling") and not config.get("rope_parameters"):
+        config["rope_parameters"] = family.rope
+
+    def make(settings: Mapping[str, Any], theta: float) -> RopeConfig:
+        return RopeConfig.from_hf(
+            settings,
+            model_type=model_type,
+            head_dim=head_dim,
+            max_position_embeddings=max_positions,
+            theta=theta,
+            where=read.where,
+        )
+
+    local = family.local_theta
+    if local is None:
+        return make(config, family.theta), None
+    tables = config.get("rope_parameters")
+    if isinstance(tables, Mapping) and any(isinstance(table, Mapping) for table in tables.values()):
+        unknown = sorted(set(tables) - {"full_attention", "sliding_attention"})
+        if unknown:
+            raise read.unsupported(f"`rope_parameters` has settings for {', '.join(unknown)}.")
+        rest = {name: value for name, value in config.items() if name not in ("rope_theta", "rope_scaling")}
+        full, slides = (tables.get(f"{kind}_attention") or {} for kind in ("full", "sliding"))
+        full = {**full, **(config.get("rope_scaling") or {})}
+        base = slides.get("rope_theta", read.setting(local))
+        return make({**config, "rope_scaling": None, "rope_parameters": full}, family.theta), make(
+            {**rest, "rope_theta": base, "rope_parameters": slides}, base
+        )
+    # transformers 4 stretches the layers with full attention alone.
+    rest = {name: value for name, value in config.items() if name != "rope_parameters"}
+    base = read.setting(local)
+    return make(rest, family.theta), make({**rest, "rope_scaling": None, "rope_theta": base}, base)
+
+
+def _query_scale(read: ConfigReader, family: Family) -> tuple[float, int] | None:
+    """Llama 4's growing query scale, which Ministral 3 states among its RoPE settings."""
+    table = read.config.get("rope_scaling") or read.config.get("rope_parameters") or family.rope
+    if "llama_4_scaling_beta" not in family.rope or table.get("llama_4_scaling_beta") is None:
         return None
+    settings = ConfigReader(table, f"{read.where}: RoPE settings")
+    return settings.number("llama_4_scaling_beta"), settings.integer("original_max_position_embeddings")
+
+
+def _moe(read: ConfigReader, experts: ExpertTraits, layers: int) -> MoeConfig | None:
     # transformers 5 writes the second name; 4 wrote the first.
-    names = [key for key in ("num_experts", "num_local_experts") if read.config.get(key) is not None]
-    counts = {read.integer(key, minimum=1 if model_type == "mixtral" else 0) for key in names}
+    keys = ("num_experts", "num_local_experts") if experts.count is None else (experts.count,)
+    names = [key for key in keys if read.config.get(key) is not None]
+    minimum = 0 if experts.has_dense_layers else 1
+    counts = {read.integer(key, minimum=minimum) for key in names}
     if len(counts) > 1:
         raise read.error("`num_experts` and `num_local_experts` differ. Remove the one that is wrong.")
-    if model_type == "mixtral":
-        num_experts, per_token = counts.pop() if counts else 8, read.integer("num_experts_per_tok", 2)
-        size, normalise = read.integer("intermediate_size"), True
-        sparse = [True] * layers
-    else:
-        num_experts, per_token = counts.pop() if counts else 128, read.integer("num_experts_per_tok", 8)
-        size, normalise = read.integer("moe_intermediate_size", 768), read.flag("norm_topk_prob", False)
+    num_experts = counts.pop() if counts else experts.num
+    per_token = read.integer("num_experts_per_tok", experts.num_per_token)
+    size, shared = read.setting(experts.size), read.setting(experts.shared_size) or 0
+    sparse = [True] * layers
+    if experts.has_dense_layers:
         dense, step = read.items("mlp_only_layers", int), read.integer("decoder_sparse_step", 1)
         sparse = [num_experts > 0 and layer not in dense and (layer + 1) % step == 0 for layer in range(layers)]
+    if experts.num_dense is not None:
+        sparse = [layer >= read.setting(experts.num_dense) for layer in range(layers)]
     if not any(sparse):
         return None
     if per_token > num_experts:
@@ -513,7 +668,32 @@ def _moe(read: ConfigReader, model_type: str, layers: int) -> MoeConfig | None:
             f"`num_experts_per_tok` {per_token} is more than the {num_experts} experts there are "
             f"(`{names[0] if names else 'num_experts'}`). Correct one of them."
         )
-    return MoeConfig(num_experts, per_token, size, normalise, tuple(sparse))
+    if not size:
+        raise read.error(f"`{experts.size.name}` must be above 0. Correct it, or {_DOWNLOAD}")
+    if experts.count is not None:
+        shared = size * read.integer("n_shared_experts", 2 if experts.num == 64 else 1)
+    return MoeConfig(
+        num_experts, per_token, size, read.setting(experts.normalise), tuple(sparse), shared,
+        scale=read.setting(experts.scale or 1.0), groups=_groups(read, experts, num_experts),
+        clamp=None if experts.clamp is None else (read.setting(experts.clamp[0]), read.setting(experts.clamp[1])),
+    )  # fmt: skip
+
+
+def _groups(read: ConfigReader, experts: ExpertTraits, num_experts: int) -> tuple[int, int] | None:
+    """The number of groups of experts, and of those that a token chooses from."""
+    if experts.groups == "max":
+        method = read.text("topk_method", "greedy")
+        if method == "greedy":
+            return None
+        if method != "group_limited_greedy":
+            raise read.unsupported(f'`topk_method` "{method}" is not supported.')
+    if experts.groups is None:
+        return None
+    is_latest = experts.groups == "two"
+    groups = read.integer("n_group", 8 if is_latest else 1), read.integer("topk_group", 4 if is_latest else 1)
+    if num_experts % groups[0] or groups[1] > groups[0]:
+        raise read.error(f"`n_group` {groups[0]} and `topk_group` {groups[1]} do not fit {num_experts} experts.")
+    return groups
 
 
 # --- multi-token prediction modules in a target's checkpoint (MTP, DeepSeek-V3, 2412.19437) --------------------------

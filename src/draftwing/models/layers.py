@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from draftwing.cpu.program import Traced, join
 from draftwing.models import gpu
-from draftwing.models.attention import Attend
+from draftwing.models.attention import PLAIN_HEADS, Attend, HeadTraits
 from draftwing.models.linear import Linear
 
 # The operators without their Python wrappers, which cost more than the work on a handful of rows.
@@ -32,12 +33,20 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 
 def settled(x: Any) -> Any:
     """Compute a traced value now, because several operations read it; tensors are returned unchanged."""
     return x.settled() if isinstance(x, Traced) else x
+
+
+def scaled(x: Any, factor: float) -> Any:
+    """Multiply rows of an embedding (R, H) by a factor."""
+    if factor == 1:
+        return x
+    return x.scaled(factor) if isinstance(x, Traced) else x * factor
 
 
 def concat(parts: Sequence[Any]) -> Any:
@@ -82,7 +91,10 @@ class Taps:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension (1910.07467)."""
+    """x / rms(x) * weight over the last dimension (1910.07467). A weight of another dtype than x is applied first."""
+
+    centers = False  # the mean is not subtracted
+    bias = None
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()
@@ -90,17 +102,51 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self._root, self._floor = math.sqrt(weight.shape[0]), weight.shape[0] * eps
 
-    def forward(self, x: Any) -> Any:
-        """(..., H) -> (..., H). In half precision the norm is taken in float32."""
+    def forward(self, x: Any, channels: Tensor | None = None) -> Any:
+        """(..., H) -> (..., H). In half precision the norm is taken in float32.
+
+        ``channels`` (H,) are the indices of the weights of x's channels; None for their order.
+        """
         if isinstance(x, Traced):
             return x.normed(self)
+        weight = self.weight if channels is None else self.weight[channels]
         if gpu.is_usable(x):
-            return gpu.add_norm(x, None, self.weight, self.eps)[1]
+            return gpu.add_norm(x, None, weight, self.eps)[1]
         # On a CPU ``F.rms_norm`` takes several times as long for a few rows.
         wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
         length: Tensor = _vector_norm(wide, dim=-1, keepdim=True)
         unit = wide * (self._root * torch.rsqrt(length * length + self._floor))
-        return (unit if unit.dtype == x.dtype else unit.to(x.dtype)) * self.weight
+        if weight.dtype != x.dtype:
+            return (unit * weight).to(x.dtype)
+        return (unit if unit.dtype == x.dtype else unit.to(x.dtype)) * weight
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / deviation * weight + bias over the last dimension (1607.06450); the bias may be None."""
+
+    centers = True
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=weight.requires_grad)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=bias.requires_grad)
+        self.eps = eps
+
+    def forward(self, x: Any) -> Any:
+        """(..., H) -> (..., H)."""
+        return (
+            x.normed(self) if isinstance(x, Traced) else F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+        )
+
+
+Norm = RMSNorm | LayerNorm
+
+
+def add_normed(x: Any, y: Any, norm: Norm | None) -> Any:
+    """x + norm(y), of (R, H) each."""
+    if isinstance(x, Traced):
+        return x.plus(y if norm is None else norm.forward(y))
+    return x + (y if norm is None else norm.forward(y))
 
 
 class GatedMLP(nn.Module):
@@ -128,61 +174,214 @@ class GatedMLP(nn.Module):
         return self.down.forward(self.activation(gate) * up, residual)
 
 
-class Experts(nn.Module):
-    """A mixture of experts: softmax router, the top k experts of each row, weighted (Mixtral 2401.04088)."""
+class ClampedMLP(GatedMLP):
+    """(up + 1) * gate * sigmoid(alpha * gate), with gate and up clamped to ``limit`` (gpt-oss)."""
 
-    def __init__(self, router: Linear, experts: list[GatedMLP], num_per_token: int, *, normalise: bool) -> None:
+    def __init__(self, gate_up: Linear, down: Linear, alpha: float, limit: float) -> None:
+        super().__init__(gate_up, down, "silu")
+        self.alpha, self.limit = alpha, limit
+
+    def forward(self, x: Any, residual: Any = None) -> Any:
+        """(R, H) -> (R, H), plus ``residual`` if given."""
+        gate, up = _split(self.gate_up.forward(x), (self._width, self._width), 1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return self.down.forward((up + 1) * gate * (gate * self.alpha).sigmoid(), residual)
+
+
+class PlainMLP(nn.Module):
+    """Two matrices with an activation between them."""
+
+    def __init__(self, up: Linear, down: Linear, activation: str) -> None:
         super().__init__()
-        self.router, self.experts = router, nn.ModuleList(experts)
-        self.num_per_token, self.normalise = num_per_token, normalise
+        self.gate_up, self.down = up, down
+        self.activation, self.activation_name = ACTIVATIONS[activation], activation
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weights that a token reads."""
+        return self.gate_up.num_bytes + self.down.num_bytes
+
+    def forward(self, x: Any, residual: Any = None) -> Any:
+        """(R, H) -> (R, H), plus ``residual`` if given."""
+        if isinstance(x, Traced):
+            return self.down.forward(x.linear(self.gate_up.packed, activation=self.activation_name), residual)
+        return self.down.forward(self.activation(self.gate_up.forward(x)), residual)
+
+
+class SharedExpert(nn.Module):
+    """An expert that every row goes through, weighted by the sigmoid of ``gate`` if there is one (Qwen2-MoE)."""
+
+    def __init__(self, mlp: GatedMLP, gate: Linear | None) -> None:
+        super().__init__()
+        self.mlp, self.gate = mlp, gate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(R, H) -> (R, H)."""
+        out: Tensor = self.mlp.forward(x)
+        return out if self.gate is None else out * self.gate.forward(x).sigmoid()
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a row's experts are chosen and weighted."""
+
+    num_per_token: int
+    scores: str = "softmax"  # see ``ExpertTraits``, also for ``group_by``
+    normalise: bool = False  # the weights of the chosen experts are rescaled to sum to one
+    groups: tuple[int, int] | None = None  # number of groups, and of those that experts are chosen from
+    group_by: str | None = None
+    scale: float = 1.0  # factor of the weights
+
+    def choose(self, scores: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The router's scores (R, experts) -> the weights and the indices (R, k) of the chosen experts."""
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))  # in half precision too, as in training
+        if self.scores == "chosen":
+            scores, chosen = scores.topk(self.num_per_token, dim=-1)
+            return scores.softmax(-1), chosen
+        scores = scores.sigmoid() if self.scores == "sigmoid" else scores.softmax(-1)
+        ranked = scores if bias is None else scores + bias
+        if self.groups is not None:
+            num_groups, num_kept = self.groups
+            grouped = ranked.view(len(ranked), num_groups, -1)
+            worth = grouped.amax(-1) if self.group_by == "max" else grouped.topk(2, -1)[0].sum(-1)
+            is_kept = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, worth.topk(num_kept, -1)[1], True)
+            ranked = grouped.masked_fill(~is_kept[..., None], -torch.inf).flatten(1)
+        chosen = ranked.topk(self.num_per_token, dim=-1)[1]
+        weights = scores.gather(1, chosen)
+        if self.normalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights * self.scale if self.scale != 1 else weights, chosen
+
+
+class Experts(nn.Module):
+    """A mixture of experts: the top k experts of each row, weighted (Mixtral 2401.04088).
+
+    Args:
+        bias: (experts,) added to the scores by which experts are chosen, or None.
+    """
+
+    def __init__(
+        self,
+        router: Linear,
+        experts: list[GatedMLP],
+        routing: Routing,
+        shared: SharedExpert | None = None,
+        bias: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.router, self.experts, self.shared = router, nn.ModuleList(experts), shared
+        self.routing, self.bias = routing, bias
 
     @property
     def num_bytes(self) -> int:
         """Bytes of weights that a token reads: the router's and those of its experts."""
         expert = self.experts[0]
         assert isinstance(expert, GatedMLP)
-        return self.router.num_bytes + self.num_per_token * expert.num_bytes
+        shared = 0 if self.shared is None else self.shared.mlp.num_bytes
+        return self.router.num_bytes + self.routing.num_per_token * expert.num_bytes + shared
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """(R, H) -> (R, H), plus ``residual`` if given. The results of the experts are summed in their order."""
-        probs = self.router.forward(x).float().softmax(-1)  # always float32, as in training
-        weights, chosen = probs.topk(self.num_per_token, dim=-1)
-        if self.normalise:
-            weights = weights / weights.sum(-1, keepdim=True)
+        weights, chosen = self.routing.choose(self.router.forward(x), self.bias)
         weights = weights.to(x.dtype)
         out = torch.zeros_like(x)
         for index in sorted(set(chosen.flatten().tolist())):
             rows, places = (chosen == index).nonzero(as_tuple=True)
             out.index_add_(0, rows, self.experts[index](x[rows]) * weights[rows, places, None])
+        if self.shared is not None:
+            out = out + self.shared.forward(x)
         return out if residual is None else residual + out
 
 
-class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP, each added to the residual stream.
+class LatentProjection(nn.Module):
+    """Queries, keys and values by way of narrow ones (multi-head latent attention, DeepSeek-V2, 2405.04434).
+
+    Each head's channels are its rotated ones, then the others; values are padded with zeros to the same width.
 
     Args:
-        input_norm: before attention, or None (EAGLE-1).
-        qkv: (H_in, (heads + 2 * KV heads) * width), queries first.
-        heads: number of query heads and of KV heads, and their width.
-        norms: of each head's queries and keys (Qwen3), or None.
+        queries: (H, heads * width), or a matrix, a norm and a second matrix.
+        down: (H, rank + rotated width): the latent keys and values, and the rotated keys that all heads share.
+        up: (rank, heads * (plain width + value width)).
+        sizes: heads, rotated width, plain width, value width.
     """
 
     def __init__(
         self,
-        input_norm: RMSNorm | None,
-        qkv: Linear,
+        queries: tuple[Linear] | tuple[Linear, RMSNorm, Linear],
+        down: Linear,
+        norm: RMSNorm,
+        up: Linear,
+        sizes: tuple[int, int, int, int],
+    ) -> None:
+        super().__init__()
+        self.queries, self.down, self.norm, self.up = nn.ModuleList(queries), down, norm, up
+        self.sizes = sizes
+
+    @property
+    def quantized(self) -> str | None:
+        """See ``Linear``."""
+        return self.down.quantized
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weights that a token reads."""
+        return sum(part.num_bytes for part in self.modules() if isinstance(part, Linear))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(R, H) -> (R, 3 * heads * width)."""
+        heads, rotated, plain, value = self.sizes
+        q = x
+        for part in self.queries:
+            q = part(q)
+        latent, shared = _split(self.down.forward(x), (self.down.num_out - rotated, rotated), 1)
+        own = self.up.forward(self.norm.forward(latent)).view(-1, heads, plain + value)
+        keys = torch.cat([shared[:, None].expand(-1, heads, -1), own[..., :plain]], -1)
+        values = F.pad(own[..., plain:], (0, rotated + plain - value))
+        return torch.cat([q, keys.flatten(1), values.flatten(1)], 1)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each added to the residual stream.
+
+    Args:
+        input_norm: before attention, or None (EAGLE-1; OLMo 2).
+        qkv: (H_in, (heads + 2 * KV heads) * width), queries first.
+        post_norm: before the MLP, or None: it reads the stream (OLMo 2), or what attention reads (``is_parallel``).
+        heads: number of query heads and of KV heads, and their width.
+        norms: of queries and keys, or None: of each head (Qwen3), or of all heads together (OLMo 2).
+        out_norms: of what attention and MLP add, or None.
+        traits: differences of the heads from Llama's.
+        value_width: of a head's values, if smaller than that of queries and keys.
+        is_parallel: attention and MLP read the same norm, and both are added (Cohere).
+    """
+
+    def __init__(
+        self,
+        input_norm: Norm | None,
+        qkv: Linear | LatentProjection,
         out: Linear,
-        post_norm: RMSNorm,
-        mlp: GatedMLP | Experts,
+        post_norm: Norm | None,
+        mlp: GatedMLP | PlainMLP | Experts,
         heads: tuple[int, int, int],
         norms: tuple[RMSNorm, RMSNorm] | None = None,
+        *,
+        out_norms: tuple[Norm | None, Norm | None] = (None, None),
+        traits: HeadTraits = PLAIN_HEADS,
+        is_parallel: bool = False,
+        value_width: int | None = None,
     ) -> None:
         super().__init__()
         self.input_norm, self.post_norm = input_norm, post_norm
+        self.out_norm, self.mlp_out_norm = out_norms
         self.qkv, self.out, self.mlp = qkv, out, mlp
-        self.q_norm: RMSNorm | None = norms[0] if norms else None
-        self.k_norm: RMSNorm | None = norms[1] if norms else None
         self.num_heads, self.num_kv_heads, self.head_dim = heads
+        self.traits, self.is_parallel, self.value_width = traits, is_parallel, value_width
+        # Norms over all heads are taken before ``attend``, which splits the heads and norms each.
+        over_all = norms is not None and norms[0].weight.shape[0] > self.head_dim
+        self.q_norm: RMSNorm | None = norms[0] if norms and not over_all else None
+        self.k_norm: RMSNorm | None = norms[1] if norms and not over_all else None
+        self.q_norm_all: RMSNorm | None = norms[0] if norms and over_all else None
+        self.k_norm_all: RMSNorm | None = norms[1] if norms and over_all else None
 
     @property
     def num_attention_bytes(self) -> int:
@@ -195,17 +394,47 @@ class DecoderLayer(nn.Module):
 
     def mix(self, normed: Any, x: Any, attend: Attend, layer: int) -> Any:
         """The layer with a given attention input ``normed`` (R, H_in): draft networks read more than the stream x."""
-        mixed = attend(layer, self.qkv.forward(normed), self)
-        if not isinstance(x, Traced) and gpu.is_usable(x):
-            x, normed = gpu.add_norm(x, self.out.forward(mixed), self.post_norm.weight, self.post_norm.eps)
-            return self.mlp.forward(normed, x)
-        return self.add_mlp(self.out.forward(mixed, x))
+        if self.is_parallel:
+            normed = settled(normed)
+            return self.mlp.forward(normed, self._attend(normed, x, attend, layer))
+        norm = self.post_norm if self.out_norm is None and isinstance(self.post_norm, RMSNorm) else None
+        if norm is not None and not isinstance(x, Traced) and gpu.is_usable(x):
+            mixed = self.out.forward(self._mixed(normed, attend, layer))
+            x, normed = gpu.add_norm(x, mixed, norm.weight, norm.eps)
+            return self._add(self.mlp, normed, x, self.mlp_out_norm)
+        return self.add_mlp(self._attend(normed, x, attend, layer))
 
     def add_attention(self, x: Any, attend: Attend, layer: int) -> Any:
         """The attention alone, added to the stream (R, H)."""
         normed = x if self.input_norm is None else self.input_norm.forward(x)
-        return self.out.forward(attend(layer, self.qkv.forward(normed), self), x)
+        return self._attend(normed, x, attend, layer)
 
     def add_mlp(self, x: Any) -> Any:
         """The MLP alone, added to the stream (R, H)."""
-        return self.mlp.forward(self.post_norm.forward(x), x)
+        norm = self.input_norm if self.is_parallel else self.post_norm
+        return self._add(self.mlp, x if norm is None else norm.forward(x), x, self.mlp_out_norm)
+
+    def _attend(self, normed: Any, x: Any, attend: Attend, layer: int) -> Any:
+        return self._add(self.out, self._mixed(normed, attend, layer), x, self.out_norm)
+
+    def _mixed(self, normed: Any, attend: Attend, layer: int) -> Any:
+        """The values that each head attends to (R, heads * value width)."""
+        mixed = attend(layer, self._project(normed), self)
+        if self.value_width is None:
+            return mixed
+        return mixed.view(len(mixed), self.num_heads, -1)[..., : self.value_width].flatten(1)
+
+    def _add(self, part: Linear | GatedMLP | PlainMLP | Experts, read: Any, x: Any, norm: Norm | None) -> Any:
+        """x (R, H) plus the normed result of a part."""
+        return part.forward(read, x) if norm is None else add_normed(x, part.forward(read), norm)
+
+    def _project(self, normed: Any) -> Any:
+        """Queries, keys and values (R, (heads + 2 * KV heads) * width) of the attention's input."""
+        qkv = self.qkv.forward(normed)
+        if self.q_norm_all is None or self.k_norm_all is None:
+            return qkv
+        sizes = [self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim]
+        if isinstance(qkv, Traced):
+            return qkv.with_normed(0, self.q_norm_all).with_normed(sizes[0], self.k_norm_all)
+        q, k, v = _split(qkv, (*sizes, sizes[1]), 1)
+        return torch.cat([self.q_norm_all.forward(q), self.k_norm_all.forward(k), v], 1)

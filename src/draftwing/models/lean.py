@@ -1,4 +1,4 @@
-"""The lean decoder: a target for the Llama family with static KV slots, tree attention and taps.
+"""The lean decoder: a target for the families of ``models.families``, with static KV slots, tree attention and taps.
 
 It loads Hugging Face folders and computes transformers' logits with less overhead: one matrix for queries, keys and
 values, one for gate and up, and a runtime that is chosen at loading: on a CPU all layers as one program (``cpu``) or,
@@ -26,15 +26,31 @@ from draftwing.errors import CheckpointError, UnsupportedError
 from draftwing.formats.gguf_weights import open_weights
 from draftwing.methods.base import Budget, Drafter
 from draftwing.methods.net_drafter import NetDrafter
-from draftwing.models.attention import Attend
+from draftwing.models.attention import Attend, HeadTraits
 from draftwing.models.cache import KVCache
 from draftwing.models.config import ModelConfig, module_names, num_modules, read_config
 from draftwing.models.context import NO_FEATURES, Context, FeatureSpec, Row, TargetOutput, own_context
-from draftwing.models.layers import DecoderLayer, Experts, GatedMLP, RMSNorm, Taps, settled
+from draftwing.models.families import ExpertTraits
+from draftwing.models.layers import (
+    ClampedMLP,
+    DecoderLayer,
+    Experts,
+    GatedMLP,
+    LatentProjection,
+    LayerNorm,
+    Norm,
+    PlainMLP,
+    RMSNorm,
+    Routing,
+    SharedExpert,
+    Taps,
+    scaled,
+    settled,
+)
 from draftwing.models.linear import Embedding, Layout, Linear, check_arithmetic, check_quantize, runs_as
-from draftwing.models.rope import Rotary
+from draftwing.models.rope import LayeredRotary, Rotary
 from draftwing.models.target import Target
-from draftwing.models.weights import Stored, Weights, check_finite
+from draftwing.models.weights import Stored, Weights, check_finite, expand_mxfp4
 from draftwing.noise import AcceptArgs
 from draftwing.runtime.choose import record_with, runtime_for
 from draftwing.runtime.forward import PREFILL_CHUNK, Entries, NetShape, Runner, Runtime, score
@@ -76,10 +92,16 @@ class Reader:
         exact: bool = False,
         is_head: bool = False,
         gated: bool = False,
+        rows: Tensor | None = None,
     ) -> Linear:
-        """Stack matrices of one input; an ``exact`` one is never quantised, an LM head not to 4 bits."""
+        """Stack matrices of one input; an ``exact`` one is never quantised, an LM head not to 4 bits.
+
+        ``rows`` are the indices of the outputs in the stacked matrices; None for their order.
+        """
         biases = [self.tensor(f"{name}.bias", out) for name, out in zip(names, outs, strict=True)] if bias else None
         bias_of_all = None if biases is None else torch.cat(biases)
+        if bias_of_all is not None and rows is not None:
+            bias_of_all = bias_of_all[rows]
         layout = replace(self.layout, quantize=None) if exact else self.layout
         if is_head and layout.quantize == "q4":
             layout = replace(layout, quantize="int8")
@@ -88,11 +110,17 @@ class Reader:
             return self._packed(
                 shapes,
                 lambda parts: Linear.of_stored(
-                    parts, bias_of_all, layout.quantize, gated=gated, rounds=layout.rounds, arithmetic=layout.arithmetic
+                    _reordered(parts, rows),
+                    bias_of_all,
+                    layout.quantize,
+                    gated=gated,
+                    rounds=layout.rounds,
+                    arithmetic=layout.arithmetic,
                 ),
             )
         weights = [self.tensor(name, *shape) for name, shape in shapes.items()]
         stacked = torch.cat(weights) if len(weights) > 1 else weights[0]
+        stacked = stacked if rows is None else stacked[rows]
         del weights  # otherwise the float matrices are in memory twice while one is quantised
         return Linear(stacked, bias_of_all).lay_out(layout, gated=gated)
 
@@ -123,57 +151,245 @@ class Reader:
             check_finite(name, part.data if part.data.is_floating_point() else part.expand())
 
 
+def _reordered(parts: list[Stored], rows: Tensor | None) -> list[Stored]:
+    """Matrices with their outputs in another order, given by the index in all of them stacked."""
+    if rows is None:
+        return parts
+    bounds = torch.tensor([part.num_out for part in parts]).cumsum(0).tolist()
+    starts = [0, *bounds[:-1]]
+    pieces = torch.split(rows, [part.num_out for part in parts])
+    return [
+        replace(part, data=part.data[piece - start]) for part, piece, start in zip(parts, pieces, starts, strict=True)
+    ]
+
+
+def read_norm(reader: Reader, config: ModelConfig, name: str, size: int) -> Norm:
+    """Read a norm of the family's kind."""
+    family, eps = config.family, config.rms_norm_eps
+    weight = reader.tensor(f"{name}.weight", size)
+    if family.norm == "layer":
+        bias = reader.tensor(f"{name}.bias", size) if family.norm_bias else None
+        return LayerNorm(weight + family.norm_offset, bias, eps)
+    if family.norm_offset:  # in 16 bits it would round 1 + weight
+        weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + family.norm_offset
+    return RMSNorm(weight, eps)
+
+
+def _head_traits(config: ModelConfig, index: int) -> HeadTraits:
+    """The traits of a layer's heads. The rotation of layers with a window comes after that of the others."""
+    pairs, local = config.rope.rotary_dim // 2, config.local_rope
+    rotation = query_scale = None
+    if not config.rotates[index]:
+        rotation = (0, 0)
+    elif local is not None and config.sliding_windows[index] is not None:
+        rotation = (pairs, local.rotary_dim // 2)
+    elif local is not None or config.query_scale is not None:
+        rotation = (0, pairs)
+    if config.query_scale is not None:
+        query_scale = pairs
+    return HeadTraits(
+        None if config.attention_scale == config.head_dim**-0.5 else config.attention_scale,
+        config.score_cap,
+        rotation,
+        query_scale,
+        config.family.qk_norm == "rotated",
+    )
+
+
+def _halved_pairs(config: ModelConfig) -> Tensor | None:
+    """The order of the rows of q, k and v in which rotated pairs are half a rotation apart; None if they are so."""
+    if not config.family.is_interleaved:
+        return None
+    dim, rotated = config.head_dim, config.rope.rotary_dim
+    channels = torch.arange(dim)
+    channels[:rotated] = channels[:rotated].view(-1, 2).T.flatten()
+    heads = torch.arange(config.num_heads + config.num_kv_heads)[:, None] * dim + channels
+    end = (config.num_heads + 2 * config.num_kv_heads) * dim
+    return torch.cat([heads.flatten(), torch.arange(heads.numel(), end)])
+
+
 def read_layer(reader: Reader, config: ModelConfig, index: int) -> DecoderLayer:
     """Read layer ``index`` of a folder."""
     base, hidden, dim, moe = f"model.layers.{index}.", config.hidden_size, config.head_dim, config.moe
     query_dim, kv_dim = config.num_heads * dim, config.num_kv_heads * dim
+    family, names = config.family, config.family.names
 
-    def norm(name: str, size: int) -> RMSNorm:
-        return RMSNorm(reader.tensor(f"{base}{name}.weight", size), config.rms_norm_eps)
+    def norm(name: str | None, size: int = hidden) -> Norm | None:
+        return None if name is None else read_norm(reader, config, base + name, size)
 
-    def gated(block: str, names: Sequence[str], width: int, bias: bool = False) -> GatedMLP:
-        *gate, down = [f"{base}{block}.{name}" for name in names]
-        gate_up = reader.linear(gate, [2 * width // len(gate)] * len(gate), hidden, bias, gated=True)
-        return GatedMLP(gate_up, reader.linear([down], [hidden], width, bias), config.activation)
+    def scaled_matrix(matrix: Linear) -> Linear:
+        matrix.scale = config.residual_scale
+        return matrix
 
-    names, block = ["gate_proj", "up_proj", "down_proj"], "mlp"
-    if config.model_type == "phi3":
-        qkv = reader.linear([f"{base}self_attn.qkv_proj"], [query_dim + 2 * kv_dim], hidden)
-        names = ["gate_up_proj", "down_proj"]
+    def mlp_of(gate_up: Sequence[str], down: str, width: int, bias: bool = False) -> GatedMLP | PlainMLP:
+        outs = [(2 if family.is_gated else 1) * width // len(gate_up)] * len(gate_up)
+        first = reader.linear([base + name for name in gate_up], outs, hidden, bias, gated=family.is_gated)
+        kind = GatedMLP if family.is_gated else PlainMLP
+        second = scaled_matrix(reader.linear([base + down], [hidden], width, bias))
+        return kind(first, second, config.activation)
+
+    traits, value_dim = _head_traits(config, index), dim
+    if config.latent is not None:
+        qkv: Linear | LatentProjection = _read_latent(reader, config, f"{base}self_attn.")
+        value_dim = config.latent.value_dim
     else:
-        projections = [f"{base}self_attn.{letter}_proj" for letter in "qkv"]
-        qkv = reader.linear(projections, [query_dim, kv_dim, kv_dim], hidden, config.qkv_bias)
-    out = reader.linear([f"{base}self_attn.o_proj"], [hidden], query_dim, config.o_bias)
-    if moe is None or not moe.sparse_layers[index]:
-        mlp: GatedMLP | Experts = gated(block, names, config.intermediate_size, config.mlp_bias)
+        projections = [base + name for name in names.qkv]
+        outs = [query_dim, kv_dim, kv_dim] if len(projections) == 3 else [query_dim + 2 * kv_dim]
+        qkv = reader.linear(projections, outs, hidden, config.qkv_bias, rows=_halved_pairs(config))
+    if names.sinks is not None:
+        traits = replace(traits, sinks=reader.tensor(base + names.sinks, config.num_heads))
+    out = scaled_matrix(reader.linear([base + names.out], [hidden], config.num_heads * value_dim, config.o_bias))
+    if family.experts is None or moe is None or not moe.sparse_layers[index]:
+        mlp: GatedMLP | PlainMLP | Experts = mlp_of(
+            names.gate_up, names.down, config.intermediate_size, config.mlp_bias
+        )
     else:
-        if config.model_type == "mixtral":
-            names, block = ["w1", "w3", "w2"], "block_sparse_moe"
-        experts = [gated(f"{block}.experts.{e}", names, moe.intermediate_size) for e in range(moe.num_experts)]
-        router = reader.linear([f"{base}{block}.gate"], [moe.num_experts], hidden, exact=True)
-        mlp = Experts(router, experts, moe.num_experts_per_token, normalise=moe.norm_topk_prob)
+        mlp = _read_experts(reader, config, family.experts, base, mlp_of)
+    norms = None
+    if config.qk_norm:
+        sizes = (query_dim, kv_dim) if family.qk_norm == "all" else (dim, dim)
+        q_norm, k_norm = norm(names.q_norm, sizes[0]), norm(names.k_norm, sizes[1])
+        assert isinstance(q_norm, RMSNorm)
+        assert isinstance(k_norm, RMSNorm)
+        norms = q_norm, k_norm
     return DecoderLayer(
-        input_norm=norm("input_layernorm", hidden),
+        input_norm=norm(names.attention_in),
         qkv=qkv,
         out=out,
-        post_norm=norm("post_attention_layernorm", hidden),
+        post_norm=norm(names.mlp_in),
         mlp=mlp,
         heads=(config.num_heads, config.num_kv_heads, dim),
-        norms=(norm("self_attn.q_norm", dim), norm("self_attn.k_norm", dim)) if config.qk_norm else None,
+        norms=norms,
+        out_norms=(norm(names.attention_out), norm(names.mlp_out)),
+        traits=traits,
+        is_parallel=names.mlp_in is None and names.mlp_out is None,
+        value_width=None if value_dim == dim else value_dim,
     )
+
+
+def _read_latent(reader: Reader, config: ModelConfig, base: str) -> LatentProjection:
+    """Read the matrices of latent attention, the rotated channels of each head first and their pairs halved."""
+    latent, heads, hidden, bias = config.latent, config.num_heads, config.hidden_size, config.o_bias
+    assert latent is not None
+    rotated, width = latent.rope_dim, latent.rope_dim + latent.plain_dim
+    pairs = torch.arange(rotated).view(-1, 2).T.flatten()
+    order = torch.cat([latent.plain_dim + pairs, torch.arange(latent.plain_dim)])
+    rows = (torch.arange(heads)[:, None] * width + order).flatten()
+
+    def norm(name: str, size: int) -> RMSNorm:
+        return RMSNorm(reader.tensor(f"{base}{name}.weight", size), 1e-6)  # whatever the config's is
+
+    queries: tuple[Linear] | tuple[Linear, RMSNorm, Linear]
+    if latent.query_rank is None:
+        queries = (reader.linear([f"{base}q_proj"], [heads * width], hidden, rows=rows),)
+    else:
+        queries = (
+            reader.linear([f"{base}q_a_proj"], [latent.query_rank], hidden, bias),
+            norm("q_a_layernorm", latent.query_rank),
+            reader.linear([f"{base}q_b_proj"], [heads * width], latent.query_rank, rows=rows),
+        )
+    rows = torch.cat([torch.arange(latent.rank), latent.rank + pairs])
+    down = reader.linear([f"{base}kv_a_proj_with_mqa"], [latent.rank + rotated], hidden, bias, rows=rows)
+    up = reader.linear([f"{base}kv_b_proj"], [heads * (latent.plain_dim + latent.value_dim)], latent.rank)
+    sizes = heads, rotated, latent.plain_dim, latent.value_dim
+    return LatentProjection(queries, down, norm("kv_a_layernorm", latent.rank), up, sizes)
+
+
+def _read_experts(
+    reader: Reader,
+    config: ModelConfig,
+    names: ExpertTraits,
+    base: str,
+    mlp_of: Callable[[Sequence[str], str, int], GatedMLP | PlainMLP],
+) -> Experts:
+    """Read a mixture of experts; ``mlp_of`` reads a single one by its names after ``base``."""
+    moe, hidden = config.moe, config.hidden_size
+    assert moe is not None
+    count, width = moe.num_experts, moe.intermediate_size
+    if moe.clamp is not None:
+        experts = _read_clamped(reader, config, names, base)
+    elif names.is_stacked:
+        gate_ups, downs = (
+            reader.tensor(f"{base}{name}.weight", count, *shape).unbind()
+            for name, shape in zip(names.matrices, ((2 * width, hidden), (hidden, width)), strict=True)
+        )
+        experts = []
+        for gate_up, down in zip(gate_ups, downs, strict=True):
+            both, last = (Linear(matrix.contiguous()).lay_out(reader.layout) for matrix in (gate_up, down))
+            last.scale = config.residual_scale
+            experts.append(GatedMLP(both, last, config.activation))
+    else:
+        named = [[name.format(e=expert) for name in names.matrices] for expert in range(count)]
+        experts = [cast(GatedMLP, mlp_of(parts[:2], parts[2], width)) for parts in named]
+    router = reader.linear([base + names.router], [count], hidden, names.router_bias, exact=True)
+    bias = None if names.score_bias is None else reader.tensor(base + names.score_bias, count)
+    shared = None
+    if names.shared is not None and moe.shared_size:
+        parts = [f"{names.shared}.{name}_proj" for name in ("gate", "up", "down")]
+        mlp = cast(GatedMLP, mlp_of(parts[:2], parts[2], moe.shared_size))
+        gate = None if names.shared_gate is None else reader.linear([base + names.shared_gate], [1], hidden, exact=True)
+        shared = SharedExpert(mlp, gate)
+    routing = Routing(moe.num_experts_per_token, names.scores, moe.norm_topk_prob, moe.groups, names.groups, moe.scale)
+    return Experts(router, experts, routing, shared, bias)
+
+
+def _read_clamped(reader: Reader, config: ModelConfig, names: ExpertTraits, base: str) -> list[GatedMLP]:
+    """Read gpt-oss's experts: matrices (in, out) of all in one tensor, or blocks of 4 bits; gate and up alternate."""
+    moe, hidden = config.moe, config.hidden_size
+    assert moe is not None
+    assert moe.clamp is not None
+    count, width = moe.num_experts, moe.intermediate_size
+    shapes = {names.matrices[0]: (2 * width, hidden), names.matrices[1]: (hidden, width)}
+    biases = [reader.tensor(f"{base}{name}_bias", count, shape[0]) for name, shape in shapes.items()]
+
+    def read(name: str, shape: tuple[int, int]) -> Callable[[int], Tensor]:
+        """A function that returns the matrix (out, in) of an expert."""
+        name = base + name
+        if f"{name}_blocks" not in reader.files:
+            stacked = reader.tensor(name, count, *shape[::-1])
+            return lambda expert: stacked[expert].T
+        blocks = reader.files.get(f"{name}_blocks", None, (count, shape[0], shape[1] // 32, 16))
+        scales = reader.files.get(f"{name}_scales", None, (count, shape[0], shape[1] // 32))
+        reader.used |= {f"{name}_blocks", f"{name}_scales"}
+        return lambda expert: expand_mxfp4(blocks[expert], scales[expert]).to(reader.device, reader.dtype)
+
+    gate_ups, downs = (read(name, shape) for name, shape in shapes.items())
+    halves = torch.arange(2 * width).view(-1, 2).T.flatten()
+    return [
+        ClampedMLP(
+            Linear(gate_ups(expert)[halves].contiguous(), biases[0][expert][halves]).lay_out(reader.layout),
+            Linear(downs(expert).contiguous(), biases[1][expert]).lay_out(reader.layout),
+            *moe.clamp,
+        )
+        for expert in range(count)
+    ]
+
+
+def rotary_of(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Rotary | LayeredRotary:
+    """The rotations of a model's layers."""
+    rotary = Rotary(config.rope, dtype, device)
+    if config.local_rope is None and config.query_scale is None:
+        return rotary
+    local = [] if config.local_rope is None else [Rotary(config.local_rope, dtype, device)]
+    return LayeredRotary([rotary, *local], config.query_scale)
 
 
 def _read_ends(reader: Reader, config: ModelConfig) -> tuple[Embedding, Linear]:
     """The input embedding and the LM head; if they are one matrix, the CPU kernel keeps it once."""
     size, name = (config.vocab_size, config.hidden_size), "model.embed_tokens"
     if not config.tie_word_embeddings:
-        return reader.embedding(f"{name}.weight", *size), reader.linear(["lm_head"], [size[0]], size[1], is_head=True)
-    reader.used.add("lm_head.weight")  # some folders save the shared matrix twice
-    if reader.layout.runs == "kernel":
+        embedding = reader.embedding(f"{name}.weight", *size)
+        head = reader.linear(["lm_head"], [size[0]], size[1], is_head=True)
+    elif reader.layout.runs == "kernel":
         head = reader.linear([name], [size[0]], size[1], is_head=True)
-        return reader.embedding(f"{name}.weight", *size) if head.quantized else Embedding(head.packed[0]), head
-    embedding = reader.embedding(f"{name}.weight", *size)
-    return embedding, Linear(embedding.plain()).lay_out(reader.layout)
+        embedding = reader.embedding(f"{name}.weight", *size) if head.quantized else Embedding(head.packed[0])
+    else:
+        embedding = reader.embedding(f"{name}.weight", *size)
+        head = Linear(embedding.plain()).lay_out(reader.layout)
+    if config.tie_word_embeddings:
+        reader.used.add("lm_head.weight")  # some folders save the shared matrix twice
+    head.scale, head.cap = config.logit_scale, config.logit_cap
+    return embedding, head
 
 
 # --- the target ------------------------------------------------------------------------------------------------------
@@ -186,9 +402,9 @@ class TappedNet:
     config: ModelConfig
     embedding: Embedding
     layers: Sequence[DecoderLayer]
-    norm: RMSNorm
+    norm: Norm
     head: Linear
-    rotary: Rotary
+    rotary: Rotary | LayeredRotary
     taps: tuple[int, ...] = ()
 
     @cached_property
@@ -197,6 +413,7 @@ class TappedNet:
         return NetShape(
             config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim, config.sliding_windows,
             config.vocab_size, out_width=config.hidden_size * len(self.taps),
+            has_plain_heads=all(layer.traits.is_plain for layer in self.layers),
         )  # fmt: skip
 
     @property
@@ -211,9 +428,13 @@ class TappedNet:
         """Unchanged: the network reads tokens alone."""
         return features
 
+    def embed(self, ids: Any) -> Any:
+        """(R,) -> (R, H), what the first layer reads."""
+        return settled(scaled(self.embedding.forward(ids), self.config.embedding_scale))
+
     def forward(self, ids: Any, states: Any, attend: Attend) -> tuple[Any, Any]:
         """(R,) -> (R, H) after the final norm, and the taps (R, F) or None."""
-        x, taps = settled(self.embedding.forward(ids)), Taps(self.taps)
+        x, taps = self.embed(ids), Taps(self.taps)
         for index, layer in enumerate(self.layers):
             taps.see(index, x)
             x = layer.forward(x, attend, index)
@@ -284,6 +505,7 @@ class LeanTarget(Target):
         self.dtype, self.device = dtype or net.dtype, net.device
         self.eos_ids = config.eos_ids
         self.applies_match = runtime.name == "kernel"
+        self.has_layers = bool(net.layers)
 
     @classmethod
     def from_folder(
@@ -298,6 +520,7 @@ class LeanTarget(Target):
         fast: bool = False,
         expand: bool = False,
         arithmetic: str | None = None,
+        layers: bool = True,
     ) -> LeanTarget:
         """Load a Hugging Face folder.
 
@@ -309,6 +532,7 @@ class LeanTarget(Target):
             fast: quantise if the CPU kernel is faster that way: for a draft model, whose distribution is not output.
             expand: convert weights to float32.
             arithmetic: "float32" or "int8" products with GGUF blocks; None is int8 if the CPU kernel runs them.
+            layers: False loads only embedding, final norm and LM head (see ``Target.has_layers``).
         """
         device = torch.device(device)
         check_quantize(quantize, dtype, device)
@@ -324,10 +548,12 @@ class LeanTarget(Target):
         layout = replace(layout, expand=expand, arithmetic=arithmetic or "int8")
         reader = Reader(open_weights(folder), states, device, layout)
         with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:  # packing is bound by memory traffic
-            layers = list(pool.map(partial(read_layer, reader, config), range(config.num_layers)))
-        norm = RMSNorm(reader.tensor("model.norm.weight", config.hidden_size), config.rms_norm_eps)
+            numbers = range(config.num_layers if layers else 0)
+            decoder_layers = list(pool.map(partial(read_layer, reader, config), numbers))
+        norm = read_norm(reader, config, "model.norm", config.hidden_size)
         embedding, head = _read_ends(reader, config)
-        unused = [key for key in reader.files.unused(reader.used) if not key.endswith("rotary_emb.inv_freq")]
+        unused = reader.files.unused(reader.used) if layers else []
+        unused = [key for key in unused if not key.endswith("rotary_emb.inv_freq")]
         if unused and num_modules(source, where):  # MTP modules in the same files, for `--draft mtp`
             modules = module_names(source, unused, where)
             unused = [key for key in unused if modules is None or not modules.owns(key)]
@@ -336,8 +562,9 @@ class LeanTarget(Target):
                 f"{folder}: {len(unused)} weights have no place in a {config.model_type} model, first {unused[0]!r}: "
                 f"is config.json that of another model?"
             )
-        rotary = Rotary(config.rope, states, device)
-        target = cls(TappedNet(config, embedding, layers, norm, head, rotary), runtime, name or folder.name, dtype)
+        rotary = rotary_of(config, states, device)
+        net = TappedNet(config, embedding, decoder_layers, norm, head, rotary)
+        target = cls(net, runtime, name or folder.name, dtype)
         if arithmetic == "int8" and not any(matrix.has_levels for matrix in target.matrices):
             raise UnsupportedError(
                 f"arithmetic='int8' is for GGUF files in {', '.join(BLOCKS)} that the CPU kernel runs in float32, and "
@@ -347,7 +574,7 @@ class LeanTarget(Target):
 
     @property
     def quantized(self) -> str | None:
-        return self.net.layers[0].qkv.quantized
+        return self.net.layers[0].qkv.quantized if self.has_layers else None
 
     @property
     def matrices(self) -> list[Linear]:
@@ -379,7 +606,7 @@ class LeanTarget(Target):
     @property
     def is_prefix_free(self) -> bool:
         """True if a KV slot depends only on the tokens up to it, so that requests can share prefixes."""
-        return self.net.rotary.config.position_only
+        return self.net.rotary.position_only
 
     def use_graphs(self, record: Record | None) -> None:
         """Record the forwards of new contexts with ``record`` (``runtime.graphs``), or run them eagerly if it is None.
@@ -389,6 +616,8 @@ class LeanTarget(Target):
         self.runs = record_with(self.runs, record, is_dense=self.config.moe is None)
 
     def _tapped(self, taps: tuple[int, ...]) -> TappedNet:
+        if not self.has_layers:
+            raise UnsupportedError(f"{self.name} was loaded without its layers and runs no text: load all of it")
         return self._nets.setdefault(taps, replace(self.net, taps=taps))
 
     def new_context(self, features: FeatureSpec = NO_FEATURES) -> LeanContext:

@@ -287,6 +287,8 @@ class Linear(nn.Module):
         self._fused: tuple[Packed, ...] = ()
         self.quantized: str | None = None  # "int8" or "q4"
         self._expanded: tuple[str, ...] = ()  # formats of the file that the CPU kernel does not support
+        self.scale = 1.0  # factor of the result, before a residual is added
+        self.cap = 0.0  # the result is capped to cap * tanh(result / cap); 0: not
 
     @classmethod
     def of_stored(
@@ -419,6 +421,7 @@ class Linear(nn.Module):
         if plain.numel() == 0 or plain.dtype != torch.float32 or plain.device.type != "cpu":
             return None
         copy = Linear(plain, None if self.bias is None else self.bias.detach())
+        copy.scale, copy.cap = self.scale, self.cap
         copy.pack(quantize)
         return copy
 
@@ -465,7 +468,15 @@ class Linear(nn.Module):
     def forward(self, x: Any, residual: Any = None) -> Any:
         """(R, in) -> (R, out), plus ``residual`` (R, out) if given."""
         if isinstance(x, Traced):
-            return x.linear(self.packed, residual)
+            return x.linear(self.packed, residual, scale=self.scale, cap=self.cap)
+        if self.scale == 1 and not self.cap:
+            return self._multiplied(x, residual)
+        out = self._multiplied(x) * self.scale
+        if self.cap:
+            out = (out / self.cap).tanh() * self.cap
+        return out if residual is None else residual + out
+
+    def _multiplied(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if self._fused:
             return self._forward_fused(x, residual)
         if self._int8 is not None:
@@ -489,7 +500,7 @@ class Linear(nn.Module):
         if places is None:
             return self.forward(x)
         if isinstance(x, Traced):
-            return x.linear(self.packed, spread=(places, width))
+            return x.linear(self.packed, spread=(places, width), scale=self.scale, cap=self.cap)
         out = self.forward(x)
         return out.new_full((*out.shape[:-1], width), float("-inf")).index_copy_(-1, places, out)
 

@@ -9,6 +9,7 @@ Types: linear position interpolation (2306.15595), dynamic NTK and YaRN (2309.00
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -146,6 +147,11 @@ class Rotary:
         fresh = torch.arange(rows, 1 << (length - 1).bit_length(), device=self._device)
         self._table = torch.cat((self._table, self._factors(fresh, self._inv_freq)))
 
+    @property
+    def position_only(self) -> bool:
+        """See ``RopeConfig.position_only``."""
+        return self.config.position_only
+
     def table(self, length: int) -> Tensor:
         """Factors of positions 0 to at least ``length - 1``, (positions, rotary_dim / 2); not for type dynamic."""
         self.reserve(length)
@@ -194,3 +200,44 @@ class Rotary:
         angles = positions.unsqueeze(-1).float() * frequencies
         parts = ((part * self._attention_factor).to(self._dtype) for part in (angles.cos(), angles.sin()))
         return torch.complex(*(part.to(self._complex_dtype.to_real()) for part in parts))
+
+
+class LayeredRotary:
+    """The rotations of a model whose layers differ, side by side: each layer reads a range of the factors.
+
+    Args:
+        parts: the rotations, in their order.
+        query_scale: (beta, length): the last factor is then 1 + beta * log(1 + floor(position / length)), by which
+            queries are multiplied (Llama 4).
+    """
+
+    def __init__(self, parts: Sequence[Rotary], query_scale: tuple[float, int] | None = None) -> None:
+        self._parts, self._query_scale = tuple(parts), query_scale
+
+    @property
+    def position_only(self) -> bool:
+        """See ``RopeConfig.position_only``."""
+        return all(part.position_only for part in self._parts)
+
+    def reserve(self, length: int) -> None:
+        """See ``Rotary.reserve``."""
+        for part in self._parts:
+            part.reserve(length)
+
+    def table(self, length: int) -> Tensor:
+        """See ``Rotary.table``."""
+        tables = [part.table(length) for part in self._parts]
+        shortest = min(len(table) for table in tables)
+        positions = torch.arange(shortest, device=tables[0].device)
+        return self._joined([table[:shortest] for table in tables], positions)
+
+    def cis(self, positions: Tensor, prompt_lengths: Tensor | None = None, *, upto: int | None = None) -> Tensor:
+        """See ``Rotary.cis``."""
+        return self._joined([part.cis(positions, prompt_lengths, upto=upto) for part in self._parts], positions)
+
+    def _joined(self, factors: list[Tensor], positions: Tensor) -> Tensor:
+        if self._query_scale is not None:
+            beta, length = self._query_scale
+            scale = 1 + beta * torch.log(1 + torch.floor(positions / length))
+            factors = [*factors, scale.to(factors[0].dtype)[..., None]]
+        return factors[0] if len(factors) == 1 else torch.cat(factors, -1)

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.models.attention import Attend
-from draftwing.models.layers import settled
 from draftwing.models.lean import LeanContext, LeanTarget, TappedNet
-from draftwing.models.rope import Rotary
+from draftwing.models.rope import LayeredRotary, Rotary
 from draftwing.models.target import Target
 from draftwing.runtime.forward import Entries, NetShape, Runner
 from draftwing.tree import DraftTree
@@ -90,7 +89,7 @@ class PartNet:
         return self.net.device
 
     @property
-    def rotary(self) -> Rotary:
+    def rotary(self) -> Rotary | LayeredRotary:
         return self.net.rotary
 
     def fuse(self, features: Any) -> Any:
@@ -125,11 +124,13 @@ class SubNet(PartNet):
 
     def stream(self, ids: Any, attend: Attend) -> Any:
         """(R,) -> the residual stream (R, H) after the last part."""
-        x, attention, mlp = settled(self.net.embedding.forward(ids)), set(self.parts.attention), set(self.parts.mlp)
+        x, attention, mlp = self.net.embed(ids), set(self.parts.attention), set(self.parts.mlp)
         for index, layer in enumerate(self.net.layers):
-            if index in attention:
+            if index in attention and index in mlp:
+                x = layer.forward(x, attend, index)
+            elif index in attention:
                 x = layer.add_attention(x, attend, index)
-            if index in mlp:
+            elif index in mlp:
                 x = layer.add_mlp(x)
         return x
 

@@ -69,6 +69,7 @@ class Target(ABC):
         device: of its logits and caches.
         eos_ids: end-of-sequence tokens.
         folder: from which it was loaded, if known.
+        has_layers: False if only its embedding, final norm and LM head were loaded: it runs no text.
         supports_trees: False if its state cannot be rolled back; then only lone roots are allowed.
         supports_views: whether it can draft for itself from some of its rows' slots (``draft`` and ``watch``).
         supports_pages: whether its slots may be paged (``models.paged``), and prompts read in chunks (``read``).
@@ -84,6 +85,7 @@ class Target(ABC):
     device: torch.device
     eos_ids: tuple[int, ...]
     folder: Path | None = None
+    has_layers: bool = True
     supports_trees: bool = True
     supports_views: bool = False
     supports_pages: bool = False

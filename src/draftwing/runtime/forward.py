@@ -22,7 +22,7 @@ from draftwing.models.attention import CausalAttention, TreeSlots, attention_ove
 from draftwing.models.cache import KEY_BLOCK, KVCache, View, round_up
 from draftwing.models.linear import MIN_ROWS
 from draftwing.models.paged import new_cache
-from draftwing.models.rope import Rotary
+from draftwing.models.rope import LayeredRotary, Rotary
 from draftwing.noise import AcceptArgs
 from draftwing.runtime.tree_builder import Drafted, DraftRequest, Verified, VerifyRequest
 from draftwing.torch_utils import joined, on_device
@@ -47,6 +47,8 @@ class NetShape:
     out_width: int = 0  # width of the second result of ``forward``
     is_shifted: bool = True  # True if an entry reads its token, False if it reads that of its parent
     is_sparse: bool = False  # True if its logits leave tokens out, which hold -inf
+    has_plain_heads: bool = True  # see ``HeadTraits.is_plain``
+    causal: Sequence[bool] = ()  # layers whose nodes see no later position; empty: none is marked (``SlotAttention``)
 
 
 class Net(Protocol):
@@ -66,7 +68,7 @@ class Net(Protocol):
     def device(self) -> torch.device: ...
 
     @property
-    def rotary(self) -> Rotary: ...
+    def rotary(self) -> Rotary | LayeredRotary: ...
 
     def fuse(self, features: Any) -> Any: ...
 
@@ -292,7 +294,8 @@ class EagerRunner(Runner):
         )  # fmt: skip
         shape, attend = net.shape, None
         if shape.num_layers:
-            attend = attention_over(slots)(cis, slots, shape.windows, shape.num_heads, real + padding)
+            kind = attention_over(slots, is_plain=shape.has_plain_heads)
+            attend = kind(cis, slots, shape.windows, shape.num_heads, real + padding, shape.causal)
         read, out = net.forward(ids, states, attend)
         return read[:real].view(rows, nodes, -1), None if out is None else out[:real].view(rows, nodes, -1)
 

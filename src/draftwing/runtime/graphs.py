@@ -387,7 +387,7 @@ class GraphRuntime:
 
     def runner(self, net: Net, holder: object, cache: KVCache | None = None) -> EagerRunner:
         """See ``Runtime.runner``. Rotations that depend on prompt lengths are not recorded."""
-        if not net.rotary.config.position_only:
+        if not net.rotary.position_only:
             return EagerRunner(net, cache)
         if cache is not None or makes_pages():  # shared slots belong to their owner, pages to their table
             return RecordedRunner(net, self.record, cache)

@@ -9,7 +9,7 @@ import random
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -138,33 +138,42 @@ class ServerAnswerer:
         self, prompt: str | list[dict[str, str]], sampling: Sampling, server: _Server
     ) -> tuple[str, str, int]:
         """Return text, finish reason and number of tokens."""
-        body: dict[str, Any] = {
-            "model": self._model,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "max_tokens": sampling.max_tokens,
-            "seed": (sampling.seed or 0) & 0x7FFFFFFF,  # llama.cpp's seeds have 32 bits
-        }
-        default = Sampling()
-        body |= {name: value for name in EXTRA_SETTINGS if (value := getattr(sampling, name)) != getattr(default, name)}
-        if sampling.stop:
-            body["stop"] = list(sampling.stop)
-        if isinstance(prompt, str):
-            reply = server.post("/completions", {**body, "prompt": prompt})
-        else:
-            messages = [{"role": message["role"], "content": message["content"]} for message in prompt]
-            reply = server.post("/chat/completions", {**body, "messages": messages})
+        reply = server.post(*request_of(self._model, prompt, sampling))
         try:
-            choice = reply["choices"][0]
-            text = choice["text"] if isinstance(prompt, str) else choice["message"]["content"]
-            usage = reply.get("usage") or {}
-            finish_reason = "length" if choice.get("finish_reason") == "length" else "stop"
-            return str(text or ""), finish_reason, int(usage.get("completion_tokens") or 0)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise DataError(
-                f"{server.url}: expected a completion, found {json.dumps(reply)[:120]}: is this a server with the "
-                f"OpenAI API?"
-            ) from error
+            return read_completion(reply)
+        except ValueError as error:
+            raise DataError(f"{server.url}: {error}: is this a server with the OpenAI API?") from error
+
+
+def request_of(model: str, prompt: str | Sequence[Mapping[str, Any]], sampling: Sampling) -> tuple[str, dict[str, Any]]:
+    """Return path (after ``/v1``) and body of the request that answers messages, or continues a text."""
+    body: dict[str, Any] = {
+        "model": model,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "max_tokens": sampling.max_tokens,
+        "seed": (sampling.seed or 0) & 0x7FFFFFFF,  # llama.cpp's seeds have 32 bits
+    }
+    default = Sampling()
+    body |= {name: value for name in EXTRA_SETTINGS if (value := getattr(sampling, name)) != getattr(default, name)}
+    if sampling.stop:
+        body["stop"] = list(sampling.stop)
+    if isinstance(prompt, str):
+        return "/completions", {**body, "prompt": prompt}
+    messages = [{"role": message["role"], "content": message["content"]} for message in prompt]
+    return "/chat/completions", {**body, "messages": messages}
+
+
+def read_completion(reply: Any) -> tuple[str, str, int]:
+    """Return text, finish reason and number of tokens of either endpoint's reply. Raises ValueError for others."""
+    try:
+        choice = reply["choices"][0]
+        text = choice["message"]["content"] if "message" in choice else choice["text"]
+        usage = reply.get("usage") or {}
+        finish_reason = "length" if choice.get("finish_reason") == "length" else "stop"
+        return str(text or ""), finish_reason, int(usage.get("completion_tokens") or 0)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"expected a completion, found {json.dumps(reply)[:120]}") from error
 
 
 def _api_url(url: str) -> str:

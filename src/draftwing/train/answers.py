@@ -1,10 +1,10 @@
 """Training data in the target's own words: the prompts of a data set, answered by the target.
 
 A draft model learns to predict its target, so answers of another model, or of people, teach it the wrong thing.
-``regenerate`` has every prompt answered by an ``LM`` (``LMAnswerer``) or by servers (``ServerAnswerer``), and appends
-each record to a file at once, so that a stopped run continues from there. With a cache of hidden states, records wait
-until their states are on the disk: what is in the file is in the cache, and what is only in one of them is answered
-again.
+``regenerate`` has every prompt answered by an ``LM`` (``LMAnswerer``), by servers (``ServerAnswerer``) or by files of
+answers (``BatchAnswerer``), and appends each record to a file at once, so that a stopped run continues from there. With
+a cache of hidden states, records wait until their states are on the disk: what is in the file is in the cache, and what
+is only in one of them is answered again.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Answerer(Protocol):
     """Answers tasks in any order."""
 
     def answer(self, tasks: Iterable[Task]) -> Iterator[AnsweredTask]:
-        """Yield every task's answer as soon as it is complete."""
+        """Yield every task's answer as soon as it is complete; those of tasks that stay open are left out."""
         ...
 
 
@@ -276,6 +276,14 @@ def regenerate(
     if skipped and not num_written and not num_kept:
         raise DataError(f"none of the {len(skipped)} prompts could be answered; the first one, {': '.join(skipped[0])}")
     return Regenerated(num_written, num_kept, num_tokens, tuple(skipped), time.perf_counter() - began)
+
+
+def read_finished_ids(output: Path) -> set[str]:
+    """Return the ids of the tasks that ``output`` has; empty if there is no file. Raises DataError as above."""
+    if not output.exists():
+        return set()
+    with locked(output, DataError, is_file=True), writing(output, DataError), output.open("r+b") as file:
+        return set(_read_finished(output, file))
 
 
 @dataclass(frozen=True)

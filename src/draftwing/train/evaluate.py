@@ -81,7 +81,7 @@ class Evaluation:
     options: TrainOptions  # options of the run
 
     def __call__(self, net: DraftNet) -> dict[str, Any]:
-        """Measure loss and agreement, calibrate the net, and measure tau with the decoder."""
+        """Measure loss and agreement, calibrate the net, and measure tau if the target has its layers."""
         began, options, (objective, num_steps, _) = time.perf_counter(), self.options, self.options.recipe
         scorer = loss_of(net, objective, num_steps).eval()
         dtype = torch.promote_types(net.dtype, torch.float32)
@@ -101,7 +101,7 @@ class Evaluation:
             "val_loss": float((loss / count.clamp(min=1)).sum()),
             "val_agreement": (agreed / count.clamp(min=1)).tolist(),
         }
-        prompts = validation_prompts(self.validation, options.eval_prompts)
+        prompts = validation_prompts(self.validation, options.eval_prompts) if self.target.has_layers else []
         prompts = [prompt for prompt in prompts if len(prompt) + options.eval_tokens < self.target.max_length]
         if prompts:
             stats = measure_tau(self.target, net, prompts, Budget(options.eval_depth), options.eval_tokens)

@@ -3,7 +3,7 @@
 A cache is a folder of safetensors shards, and ``index.json``, which lists them. A shard holds whole rows, one after
 another: ``states`` (N, S * H), ``ids``, ``mask`` and ``best`` (N,), and for each row its ``lengths`` and its key in
 ``rows`` (R,). A key is any number that no other row has; readers sort rows by their keys, so the order in which they
-were written does not matter. Shards are written whole or not at all. There are two writers:
+were written does not matter. Shards are written whole or not at all. There are three writers:
 
 - ``write_cache``: the rows of the first epoch of ``Batches``, with their numbers as keys, and the index last. A run
   with the same seed reads, in its first epoch, the batches that it would have made itself. In later epochs documents
@@ -11,6 +11,7 @@ were written does not matter. Shards are written whole or not at all. There are 
 - ``GrowingCache``: answers while the target writes them (``train.answers``): whole dialogues, with the hash of their
   prompts as keys. The index is replaced after each shard, so the cache can be read at any time. The target never reads
   the last token of an answer, so its states are 0; no loss depends on the states of a row's last token.
+- ``vllm_states.import_states``: states that another engine wrote to files, through a ``GrowingCache``.
 
 Shape suffixes: R rows, N tokens of rows one after another, B rows of a batch, T tokens, S hidden states, H hidden.
 """
@@ -57,8 +58,10 @@ BYTES_PER_TOKEN = 9  # id, mask and best token; hidden states not included
 MAX_DIFFERENCE = 0.15
 MAX_DIFFERENCE_QUANTIZED = 0.5
 MIN_COMPARED_TOKENS = 16  # the states of first tokens are similar in many models
+# Share of a row's best tokens that the LM head finds again in its states: near 1, or near 0 with other weights.
+MIN_SAME_BEST = 0.5
 _MAKE = "`draftwing data cache`"
-_REPAIR = f"the {_MAKE} or `data regenerate` that made the cache again: it makes what is missing"
+_REPAIR = f"the {_MAKE}, `data regenerate` or `data import-states` that made the cache again: it makes what is missing"
 _KEPT = "; whole shards stay, and the same command continues from there"
 
 
@@ -191,22 +194,34 @@ class Shard:
         return states.view(end - start, len(self.info.states), -1)
 
     def check_weights(self, target: Target) -> None:
-        """Raise DataError unless the target gives a row's stored states again, up to rounding and quantisation."""
+        """Raise DataError unless the target gives a row's stored states again, up to rounding and quantisation.
+
+        Of a target without layers, the LM head must find most of the row's stored best tokens in its states.
+        """
         long_enough = self.lengths >= min(MIN_COMPARED_TOKENS, self.lengths.max())
         row = int(np.where(long_enough, self.lengths, np.iinfo(np.int64).max).argmin())
         start, end = int(self.starts[row]), int(self.starts[row] + self.lengths[row])
         ids = torch.from_numpy(self.ids[start:end]).long()[None].to(target.device)
         num = max(1, end - start - 1)  # an answer's last token has no states
+        if not target.has_layers:
+            best = best_tokens(target, self.states(start, start + num)[:, -1]).numpy()
+            same = float((best == self.best[start : start + num]).mean())
+            if same < MIN_SAME_BEST:
+                raise self._other_weights(target, f"its LM head predicts {same:.0%} of the same tokens")
+            return
         now = score_text(target, ids, (target.num_layers,))[0][0, :num].double().cpu()
         stored = self.states(start, start + num)[:, -1].double()
         difference = float(((now - stored).norm(dim=-1) / stored.norm(dim=-1).clamp(min=1e-9)).median())
         limit = MAX_DIFFERENCE if self.info.quantize == target.quantized else MAX_DIFFERENCE_QUANTIZED
         if not difference < limit:
-            raise DataError(
-                f"{self.path}: made when {self.info.target.name} had other weights than {target.name} has now (hidden "
-                f"states differ by {difference:.0%}): use the weights that it was made with, or delete its folder and "
-                f"make it again with {_MAKE}"
-            )
+            raise self._other_weights(target, f"hidden states differ by {difference:.0%}")
+
+    def _other_weights(self, target: Target, difference: str) -> DataError:
+        return DataError(
+            f"{self.path}: made when {self.info.target.name} had other weights than {target.name} has now "
+            f"({difference}): use the weights that it was made with, or delete its folder and make it again with "
+            f"{_MAKE}"
+        )
 
     def _damaged(self, problem: object) -> DataError:
         return DataError(

@@ -121,11 +121,14 @@ def prepare(
     *,
     dtype: str = "bfloat16",
     device: str | None = None,
+    layers: bool = True,
     phase: Phase = _unseen,
 ) -> Session:
     """Load the target (in ``dtype``) and the data, and make the net.
 
     Args:
+        layers: False loads only the target's embedding, final norm and LM head: a cache has the features, and tau is
+            not measured.
         phase: ``phase(title)`` is entered for each part that takes long, and returns a function to call with the amount
             done and the total.
     """
@@ -134,6 +137,11 @@ def prepare(
             raise ConfigError(f"training needs the package {package}: run pip install 'draftwing[train]'")
     from accelerate import Accelerator
 
+    if not layers and (files.cache is None or options.own_text):
+        raise ConfigError(
+            "training: the target's layers are needed without a cache, and for own_text: give --cache and no "
+            "--own-text, or load all of the target (drop --ends-only)"
+        )
     accelerator = Accelerator(mixed_precision=options.precision, cpu=device == "cpu")
     torch.manual_seed(options.seed)
     folder = resolve(files.target)
@@ -142,7 +150,7 @@ def prepare(
         training, validation, cache, held_cache = _read_data(files, options, tokenizer, on_data)
     name = str(files.target or default_model())
     with phase("loading the target"):
-        target = load_target(folder, dtype=dtype, device=device, name=name, prepack=False)
+        target = load_target(folder, dtype=dtype, device=device, name=name, prepack=False, layers=layers)
     identity = target_id(target, tokenizer)
     if cache is not None:
         cache.check(target, identity)

@@ -18,18 +18,23 @@ thread_local Scratch attention_queries, attention_scores, attention_path, attent
 
 // Keys of 16 slots are stored transposed, (dim, 16); values slot by slot, (dim).
 
-inline void rotate(const float* x, const float* norm, float eps, const float* rotation, int half, int dim, float* out) {
+// Rotates and norms a head.
+inline void rotate(const Op& op, const Batch& batch, const float* x, const float* norm, const float* rotation, float* out) {
+    const int half = op.rotation_pairs > 0 ? op.rotation_pairs : op.rotation_pairs < 0 ? 0 : batch.rotary_half;
+    const int dim = op.head_dim;
     float normed[1024];
-    if (norm != nullptr) {
-        norm_row(x, norm, dim, eps, normed);
+    if (norm != nullptr && !op.norms_rotated) {
+        norm_row(x, norm, dim, op.eps, normed);
         x = normed;
     }
+    rotation += 2 * op.rotation_first;
     for (int i = 0; i < half; ++i) {
         const float real = rotation[2 * i], imaginary = rotation[2 * i + 1];
         out[i] = fused(x[i], real, -(x[half + i] * imaginary));
         out[half + i] = fused(x[i], imaginary, x[half + i] * real);
     }
     for (int i = 2 * half; i < dim; ++i) out[i] = x[i];
+    if (norm != nullptr && op.norms_rotated) norm_row(out, norm, dim, op.eps, out);
 }
 
 // B blocks of keys at a time: enough independent sums to hide the latency of an addition.
@@ -85,8 +90,13 @@ inline void mix_all(int count, const float* weights, size_t stride, const float*
     for (; q < count; ++q) mix<1>(weights + q * stride, stride, values, slots, dim, out + q * dim);
 }
 
-// Exponentiates the scores of one query at positions `low` to `last` in place; returns their sum.
-float softmax(float* scores, int low, int last) {
+// Caps the scores at positions `low` to `last`.
+void cap_scores(float* scores, int low, int last, float cap) {
+    for (int i = low / 16 * 16; i <= last; i += 16) store(scores + i, capped(load(scores + i), cap));
+}
+
+// Exponentiates the scores of one query at positions `low` to `last` in place; returns their sum, with that of a sink.
+float softmax(float* scores, int low, int last, const float* sink) {
     const int begin = low / 16 * 16, end = (last + 16) / 16 * 16;
     for (int i = begin; i < low; ++i) scores[i] = -INFINITY;
     for (int i = last + 1; i < end; ++i) scores[i] = -INFINITY;
@@ -96,13 +106,14 @@ float softmax(float* scores, int low, int last) {
     }
     float top = largest[0];
     for (int i = 1; i < 16; ++i) top = largest[i] > top ? largest[i] : top;
+    if (sink != nullptr && *sink > top) top = *sink;
     v16 sum{};
     for (int i = begin; i < end; i += 16) {
         const v16 part = exp_of(load(scores + i) - top);
         store(scores + i, part);
         sum += part;
     }
-    return sum_of(sum);
+    return sum_of(sum) + (sink != nullptr ? exp_of(spread(*sink - top))[0] : 0.0f);
 }
 
 // The committed slots that a row's queries attend to in one layer, for one KV head.
@@ -199,7 +210,7 @@ void write_slots(const Op& op, const Batch& batch, int row, int kv_head) {
         const int slot = static_cast<int>(batch.lengths[row]) + batch.first_node + i;
         const float* in = batch.buffers[op.source] + (static_cast<size_t>(row) * batch.nodes + i) * width;
         const float* own = in + (op.num_heads + kv_head) * dim;
-        rotate(own, op.k_norm, op.eps, rotation_of(batch, row, i, depths), batch.rotary_half, dim, turned);
+        rotate(op, batch, own, op.k_norm, rotation_of(batch, row, i, depths), turned);
         float* key = keys + at(slot / KEYS * KEYS) * dim + slot % KEYS;
         for (int d = 0; d < dim; ++d) key[d * KEYS] = turned[d];
         memcpy(values + at(slot) * dim, own + op.num_kv_heads * dim, dim * sizeof(float));
@@ -229,10 +240,11 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
     for (int i = begin; i < end; ++i) {
         const float* in = qkv + (static_cast<size_t>(row) * nodes + i) * width;
         const float* rotation = rotation_of(batch, row, i, depths);
+        const float scale = op.query_scale > 0 ? op.scale * rotation[2 * (op.query_scale - 1)] : op.scale;
         for (int g = 0; g < groups; ++g) {
             float* query = queries + (static_cast<size_t>(i - begin) * groups + g) * dim;
-            rotate(in + (kv_head * groups + g) * dim, op.q_norm, op.eps, rotation, batch.rotary_half, dim, query);
-            for (int d = 0; d < dim; ++d) query[d] *= op.scale;
+            rotate(op, batch, in + (kv_head * groups + g) * dim, op.q_norm, rotation, query);
+            for (int d = 0; d < dim; ++d) query[d] *= scale;
         }
     }
 
@@ -261,7 +273,9 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
             const size_t query = static_cast<size_t>(i - begin) * groups + g;
             float* own = scores + query * stride;
             for (int d = 0; d <= depth; ++d) own[seen.count + d] = own[seen.count + path[d]];
-            const float sum = softmax(own, first, seen.count + depth);
+            if (op.cap != 0.0f) cap_scores(own, first, seen.count + depth, op.cap);
+            const float* sink = op.sinks == nullptr ? nullptr : op.sinks + kv_head * groups + g;
+            const float sum = softmax(own, first, seen.count + depth, sink);
             float* out = mixed + query * dim;
             memset(out, 0, dim * sizeof(float));
             own[padded] = sum;  // stored after the scores until the values are summed

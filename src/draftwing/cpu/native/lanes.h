@@ -364,7 +364,7 @@ inline v16 exp_of(v16 x) {
     return select(vanishes, v16{}, p);
 }
 
-enum Epilogue : int32_t { STORE = 0, ADD = 1, SILU = 2, GELU = 3, GELU_TANH = 4 };
+enum Epilogue : int32_t { STORE = 0, ADD = 1, SILU = 2, GELU = 3, GELU_TANH = 4, RELU_SQUARED = 5 };
 
 inline v16 activate(int32_t kind, v16 x) {
     if (kind == SILU) return x / (1.0f + exp_of(-x));
@@ -372,9 +372,18 @@ inline v16 activate(int32_t kind, v16 x) {
         const v16 inner = 1.5957691216057308f * (x + 0.044715f * x * x * x);
         return x / (1.0f + exp_of(-inner));
     }
+    if (kind == RELU_SQUARED) {
+        const v16 positive = larger(v16{}, x);  // keeps NaN
+        return positive * positive;
+    }
     v16 out;
     for (int i = 0; i < 16; ++i) out[i] = 0.5f * x[i] * (1.0f + erff(x[i] * 0.70710678118654752f));
     return out;
+}
+
+// cap * tanh(x / cap)
+inline v16 capped(v16 x, float cap) {
+    return cap * (1.0f - 2.0f / (1.0f + exp_of(x * (2.0f / cap))));
 }
 
 }  // namespace

@@ -29,8 +29,15 @@ struct Op {
     int32_t window;  // 0: none
     int32_t first;  // of NORM and COPY: first column to read
     int32_t row_form;  // of LINEAR: how rows are converted for weights in BFLOAT16 or blocks
-    float eps, scale;
-    const float* norm;  // (num_in): RMSNorm applied to the source; null: none
+    int32_t is_gated;  // of LINEAR with an activation: half of the outputs are gates of the others
+    int32_t centers;  // the norm is a LayerNorm
+    int32_t norms_rotated;  // of ATTEND: heads are normed after their rotation
+    int32_t rotation_first, rotation_pairs;  // of ATTEND: the factors that it uses; 0 pairs: all, -1: none
+    int32_t query_scale;  // of ATTEND: 1 + the factor whose real part multiplies queries; 0: none
+    float eps;
+    float scale;  // of scores, or of the result of EMBED and LINEAR, where 0 is none
+    float cap;  // scores or results are capped to cap * tanh(x / cap); 0: not
+    const float* norm;  // (num_in): norm applied to the source; null: none
     const void* weight;  // packed
     const float* scales;  // (padded num_out), of int8
     const int32_t* sums;  // (padded num_out), of int8: contribution of the rows' offset of 128
@@ -38,6 +45,8 @@ struct Op {
     const int64_t* places;  // (num_out): target column of each output; null: consecutive
     const float* q_norm;  // (head_dim)
     const float* k_norm;
+    const float* norm_bias;  // (num_in); null: none
+    const float* sinks;  // (num_heads): a further score of each query; null: none
 };
 
 struct Batch {
@@ -82,6 +91,7 @@ thread_local Scratch prepared_rows, normed_row, byte_row;
 
 // --- a matrix times rows ---------------------------------------------------------------------------------------------
 
+// RMSNorm.
 void norm_row(const float* x, const float* weight, int width, float eps, float* out) {
     v16 squares{};
     int i = 0;
@@ -94,6 +104,33 @@ void norm_row(const float* x, const float* weight, int width, float eps, float* 
     const float factor = 1.0f / std::sqrt(total / static_cast<float>(width) + eps);
     for (i = 0; i + 16 <= width; i += 16) store(out + i, load(x + i) * factor * load(weight + i));
     for (; i < width; ++i) out[i] = x[i] * factor * weight[i];
+}
+
+float sum_row(const float* x, int width) {
+    v16 sums{};
+    int i = 0;
+    for (; i + 16 <= width; i += 16) sums += load(x + i);
+    float total = sum_of(sums);
+    for (; i < width; ++i) total += x[i];
+    return total;
+}
+
+thread_local Scratch centered_row;
+
+// The norm of an operation; may be in place. With `add`, it is added to `out`.
+void norm_row(const Op& op, const float* x, float* out, bool add = false) {
+    const int width = op.num_in;
+    if (!op.centers && op.norm_bias == nullptr && !add) return norm_row(x, op.norm, width, op.eps, out);
+    float* normed = centered_row.get<float>(width);
+    if (op.centers) {
+        const float mean = sum_row(x, width) / static_cast<float>(width);
+        for (int i = 0; i < width; ++i) normed[i] = x[i] - mean;
+        x = normed;
+    }
+    norm_row(x, op.norm, width, op.eps, normed);
+    if (op.norm_bias != nullptr)
+        for (int i = 0; i < width; ++i) normed[i] += op.norm_bias[i];
+    for (int i = 0; i < width; ++i) out[i] = add ? out[i] + normed[i] : normed[i];
 }
 
 // Quantises to 8 bits, 128 for zero; returns the value of a level.
@@ -173,11 +210,11 @@ void prepare(const Op& op, const Batch& batch, int first, int last, const Rows& 
     for (int r = first; r < last; ++r) {
         const float* row = batch.buffers[op.source] + static_cast<size_t>(r) * batch.widths[op.source];
         if (!is_narrow) {
-            norm_row(row, op.norm, op.num_in, op.eps, static_cast<float*>(rows.data) + r * rows.stride);
+            norm_row(op, row, static_cast<float*>(rows.data) + r * rows.stride);
             continue;
         }
         if (op.norm != nullptr) {
-            norm_row(row, op.norm, op.num_in, op.eps, normed);
+            norm_row(op, row, normed);
             row = normed;
         }
         if (op.row_form == LEVELS) {
@@ -261,7 +298,7 @@ inline void put(float* to, v16 value, int room, bool add) {
 
 void linear(const Op& op, const Batch& batch, const Rows& rows, int first_tile, int last_tile) {
     const int count = batch.rows * batch.nodes, width = batch.widths[op.target];
-    const bool gated = op.epilogue >= SILU;
+    const bool gated = op.is_gated, activates = op.epilogue >= SILU;
     const size_t room = padded_rows(multiplied_rows(op, count));
     v16(*found)[PARTS] = reinterpret_cast<v16(*)[PARTS]>(sums_of_rows.get<float>(2 * room * TILE));
     v16(*up)[PARTS] = found + room;
@@ -273,7 +310,10 @@ void linear(const Op& op, const Batch& batch, const Rows& rows, int first_tile, 
             for (int c = 0; c < PARTS; ++c) {
                 const int room = op.num_out - tile * TILE - 16 * c;
                 if (room <= 0) break;
-                const v16 value = gated ? activate(op.epilogue, found[r][c]) * up[r][c] : found[r][c];
+                v16 value = activates ? activate(op.epilogue, found[r][c]) : found[r][c];
+                if (gated) value = value * up[r][c];
+                if (op.scale != 0.0f) value = value * op.scale;
+                if (op.cap != 0.0f) value = capped(value, op.cap);
                 if (op.places == nullptr) {
                     put(row + 16 * c, value, room, op.epilogue == ADD);
                     continue;

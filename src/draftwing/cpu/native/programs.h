@@ -71,15 +71,18 @@ void piece(const Run& run, const Step& step, int which, Rows& rows, bool& is_pre
     } else if (op.kind == ATTEND) {
         attend_piece(op, batch, step, which);
     } else if (op.kind == NORM) {
-        norm_row(batch.buffers[op.source] + which * from + op.first, op.norm, op.num_in, op.eps,
-                 batch.buffers[op.target] + which * to + op.column);
+        norm_row(op, batch.buffers[op.source] + which * from + op.first, batch.buffers[op.target] + which * to + op.column,
+                 op.epilogue == ADD);
     } else if (op.kind == COPY) {
         for (int r = 0; r < count; ++r)
             memcpy(batch.buffers[op.target] + r * to + op.column, batch.buffers[op.source] + r * from + op.first,
                    op.num_in * sizeof(float));
     } else {
         const int64_t token = batch.tokens[which] < 0 ? 0 : batch.tokens[which];
-        output_row(op.format, op.weight, token, op.num_out, batch.buffers[op.target] + which * to + op.column);
+        float* row = batch.buffers[op.target] + which * to + op.column;
+        output_row(op.format, op.weight, token, op.num_out, row);
+        if (op.scale != 0.0f)
+            for (int i = 0; i < op.num_out; ++i) row[i] *= op.scale;
     }
 }
 
