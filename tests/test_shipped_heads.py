@@ -118,7 +118,7 @@ def test_a_head_is_found_for_the_same_model_in_another_file(named, target, tmp_p
 
 
 def test_the_command_line_takes_it(named):
-    rows = {row["name"]: row for row in json.loads(run("models", "--json").stdout)["models"]}
+    rows = {row["name"]: row for row in json.loads(run("list", "--json").stdout)["models"]}
     assert rows["tiny"]["heads"] == ["eagle3", "eagle1"]
     for more in ([], ["--draft", "eagle1"]):
         shown = run("generate", "-t", "tiny", "-n", "4", "--tree", "chain:2", "--json", "def add(", *more)

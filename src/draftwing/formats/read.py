@@ -26,6 +26,7 @@ from draftwing.formats.settings import (
     dflash_kind,
     eagle_config,
     is_head_config,
+    is_medusa,
     read_settings,
 )
 from draftwing.formats.tensors import (
@@ -150,7 +151,8 @@ def is_head(config: Mapping[str, Any], folder: Path | None = None) -> bool:
 def eagle_version(config: Mapping[str, Any], folder: Path) -> int | None:
     """Return 1 or 3 if a folder looks like an EAGLE head's, by config or tensor names, unchecked; None for others."""
     block = config.get("draftwing")
-    if (isinstance(block, dict) and "kind" in block) or dflash_kind(config) or not is_head(config, folder):
+    is_other = (isinstance(block, dict) and "kind" in block) or dflash_kind(config) or is_medusa(config)
+    if is_other or not is_head(config, folder):
         return None
     claimed = block.get("version") if isinstance(block, dict) else claimed_version(config)
     return claimed if claimed in (1, 3) else version_of_names(_names_in(folder)) or 3

@@ -218,6 +218,7 @@ def remove_hub(repo: str, on_size: Callable[[int], None] = lambda num_bytes: Non
     strategy = scan_cache_dir().delete_revisions(*(revision.commit_hash for revision in cached.revisions))
     on_size(freed := int(strategy.expected_freed_size))
     strategy.execute()
+    shutil.rmtree(cached.repo_path, ignore_errors=True)  # some versions of the client leave its empty folders
     return freed
 
 
