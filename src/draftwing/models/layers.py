@@ -149,14 +149,13 @@ def add_normed(x: Any, y: Any, norm: Norm | None) -> Any:
     return x + (y if norm is None else norm.forward(y))
 
 
-class GatedMLP(nn.Module):
-    """SwiGLU or GeGLU (2002.05202) with gate and up in one matrix (2 * intermediate, H)."""
+class PlainMLP(nn.Module):
+    """Two matrices with an activation between them."""
 
     def __init__(self, gate_up: Linear, down: Linear, activation: str) -> None:
         super().__init__()
         self.gate_up, self.down = gate_up, down
         self.activation, self.activation_name = ACTIVATIONS[activation], activation
-        self._width = gate_up.num_out // 2
 
     @property
     def num_bytes(self) -> int:
@@ -167,11 +166,21 @@ class GatedMLP(nn.Module):
         """(R, H) -> (R, H), plus ``residual`` if given."""
         if isinstance(x, Traced):
             return self.down.forward(x.linear(self.gate_up.packed, activation=self.activation_name), residual)
-        both = self.gate_up.forward(x)
-        if self.activation_name == "silu" and gpu.is_usable(both):
-            return self.down.forward(gpu.silu_mul(both), residual)
-        gate, up = _split(both, (self._width, self._width), 1)
-        return self.down.forward(self.activation(gate) * up, residual)
+        return self.down.forward(self._activated(self.gate_up.forward(x)), residual)
+
+    def _activated(self, up: Tensor) -> Tensor:
+        """The output of the first matrix -> (R, intermediate)."""
+        return self.activation(up)
+
+
+class GatedMLP(PlainMLP):
+    """SwiGLU or GeGLU (2002.05202) with gate and up in one matrix (2 * intermediate, H)."""
+
+    def _activated(self, up: Tensor) -> Tensor:
+        if self.activation_name == "silu" and gpu.is_usable(up):
+            return gpu.silu_mul(up)
+        gate, up = up.chunk(2, 1)
+        return self.activation(gate) * up
 
 
 class ClampedMLP(GatedMLP):
@@ -181,31 +190,10 @@ class ClampedMLP(GatedMLP):
         super().__init__(gate_up, down, "silu")
         self.alpha, self.limit = alpha, limit
 
-    def forward(self, x: Any, residual: Any = None) -> Any:
-        """(R, H) -> (R, H), plus ``residual`` if given."""
-        gate, up = _split(self.gate_up.forward(x), (self._width, self._width), 1)
+    def _activated(self, up: Tensor) -> Tensor:
+        gate, up = up.chunk(2, 1)
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return self.down.forward((up + 1) * gate * (gate * self.alpha).sigmoid(), residual)
-
-
-class PlainMLP(nn.Module):
-    """Two matrices with an activation between them."""
-
-    def __init__(self, up: Linear, down: Linear, activation: str) -> None:
-        super().__init__()
-        self.gate_up, self.down = up, down
-        self.activation, self.activation_name = ACTIVATIONS[activation], activation
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of weights that a token reads."""
-        return self.gate_up.num_bytes + self.down.num_bytes
-
-    def forward(self, x: Any, residual: Any = None) -> Any:
-        """(R, H) -> (R, H), plus ``residual`` if given."""
-        if isinstance(x, Traced):
-            return self.down.forward(x.linear(self.gate_up.packed, activation=self.activation_name), residual)
-        return self.down.forward(self.activation(self.gate_up.forward(x)), residual)
+        return (up + 1) * gate * (gate * self.alpha).sigmoid()
 
 
 class SharedExpert(nn.Module):
