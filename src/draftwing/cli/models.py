@@ -103,8 +103,10 @@ def rm(name: str = _NAME, as_json: bool = JSON) -> None:
     entry = None if "/" in name else entry_named(name)
     if entry is not None and isinstance(entry.source, Shipped):
         raise ConfigError(f"{name} comes with Draftwing and cannot be removed by itself: leave it")
-    if entry is None or isinstance(entry.source, Hub):
-        freed = remove_hub(entry.source.repo if entry is not None and isinstance(entry.source, Hub) else name, report)
+    if entry is None:
+        freed = remove_hub(name, report)
+    elif isinstance(entry.source, Hub):
+        freed = remove_hub(entry.source.repo, report)
     else:
         freed = remove(name, report)
     if as_json:

@@ -213,12 +213,11 @@ def remove_hub(repo: str, on_size: Callable[[int], None] = lambda num_bytes: Non
     if cached is None:
         on_size(0)
         return 0
-    from huggingface_hub import scan_cache_dir
-
-    strategy = scan_cache_dir().delete_revisions(*(revision.commit_hash for revision in cached.revisions))
-    on_size(freed := int(strategy.expected_freed_size))
-    strategy.execute()
-    shutil.rmtree(cached.repo_path, ignore_errors=True)  # some versions of the client leave its empty folders
+    on_size(freed := int(cached.size_on_disk))
+    try:
+        shutil.rmtree(cached.repo_path)
+    except OSError as error:
+        raise CheckpointError(f"{repo}: cannot be removed from the cache ({error}). Delete it by hand.") from error
     return freed
 
 
