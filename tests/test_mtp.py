@@ -238,6 +238,8 @@ FOREIGN = {
         "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 8,
         "qk_nope_head_dim": 8, "num_key_value_heads": 4,
     }),
+    "Ernie4_5ForCausalLM": ("Ernie4_5Config", {"head_dim": 8, "num_key_value_heads": 4}),  # rotates adjacent channels
+    "Olmo2ForCausalLM": ("Olmo2Config", {"num_key_value_heads": 4}),  # norms what a layer adds
     "Glm4MoeForCausalLM": ("Glm4MoeConfig", {
         "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16,
         "first_k_dense_replace": 1, "head_dim": 8,

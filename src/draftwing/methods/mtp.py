@@ -212,7 +212,7 @@ def read_modules(
             like = ModelConfig.from_hf(dict(config), where)
         except UnsupportedError as error:
             raise refusal from error
-        if like.latent is not None:
+        if not like.family.has_llama_layers:
             raise refusal
         window, size = like.sliding_windows[-1], names.num_modules
         shape = MtpConfig.for_target(like, (like.num_layers,), num_modules=size, window=window, target=target)
