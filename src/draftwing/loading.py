@@ -152,12 +152,13 @@ def load_target(
         raise ConfigError(f"unknown engine {shown(engine)}: choose auto, lean or transformers")
     where, config = _device(device), read_config(folder)
     check_model(config, folder, name or str(folder))
-    lean, reason, problem = config.get("model_type") in LEAN_MODEL_TYPES, "", None
+    lean, problem = config.get("model_type") in LEAN_MODEL_TYPES, None
     if lean and engine == "auto":
         try:
             ModelConfig.from_hf(config, str(folder / "config.json"))
         except UnsupportedError as error:  # a setting that only transformers honours
-            lean, reason, problem = False, f" ({error})", error
+            lean, problem = False, error
+    reason = "" if problem is None else f" ({problem})"
     is_lean = engine == "lean" or (engine == "auto" and lean)
     numbers = _dtype(dtype, config)
     if dtype == "auto" and is_lean and where.type == "cpu" and numbers.itemsize == 2:

@@ -27,7 +27,7 @@ from draftwing.formats.read import read_tensors
 from draftwing.formats.settings import OTHER_ENGINE, SHAPE, SettingsReader, without_mrope
 from draftwing.formats.tensors import EMBEDDING, IGNORED, LM_HEAD, check_tensors, read_draft_vocab
 from draftwing.methods.net import LAYER_FIELDS, PlainConfig, layer_names
-from draftwing.models.config import ModelConfig, read_config
+from draftwing.models.config import ModelConfig, first_refused, read_config
 from draftwing.models.weights import check_finite
 
 # Settings that no code here honours, and the values at which they change nothing.
@@ -225,12 +225,10 @@ def _refuse(nested: SettingsReader, config: Mapping[str, Any], shape: Mapping[st
                 f"{where}: `{key}` is {value!r:.60}, and Draftwing reads a {kind} head with {allowed[0]!r}: "
                 f"{OTHER_ENGINE}"
             )
-    for key, plain in _REFUSED.items():
-        for part in (nested.values, config, shape):
-            if part.get(key) not in (None, *plain):
-                raise UnsupportedError(
-                    f"{where}: `{key}` is {part[key]!r:.60}, which Draftwing does not support: {OTHER_ENGINE}"
-                )
+    if found := first_refused(_REFUSED, nested.values, config, shape):
+        raise UnsupportedError(
+            f"{where}: `{found[0]}` is {found[1]!r:.60}, which Draftwing does not support: {OTHER_ENGINE}"
+        )
     unknown = sorted(nested.values.keys() - _KNOWN - _REFUSED.keys())
     if unknown:
         raise UnsupportedError(

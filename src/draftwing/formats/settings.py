@@ -24,7 +24,7 @@ from draftwing.formats.tensors import Names
 from draftwing.methods.calibration import Calibration
 from draftwing.methods.eagle_net import EagleConfig, Inputs
 from draftwing.methods.net import TargetId
-from draftwing.models.config import ROPE_TYPES, ModelConfig
+from draftwing.models.config import ROPE_TYPES, ModelConfig, first_refused
 
 FORMAT: Final = 1
 TAP_IDS: Final = "eagle_aux_hidden_state_layer_ids"
@@ -265,15 +265,8 @@ def _refuse_unsupported(
     kind = shape.get("model_type", "llama")
     classes = config.get("architectures")
     parallel = [name for name in classes if "peagle" in str(name).lower()] if isinstance(classes, list) else []
-    special = next(
-        (
-            f"`{key}` is {part[key]!r:.60}: {meaning}"
-            for key, (plain, meaning) in _REFUSED.items()
-            for part in (shape, config)
-            if part.get(key) not in (None, *plain)
-        ),
-        "",
-    )
+    found = first_refused({key: plain for key, (plain, _) in _REFUSED.items()}, shape, config)
+    special = f"`{found[0]}` is {found[1]!r:.60}: {_REFUSED[found[0]][1]}" if found else ""
     rope = shape.get("rope_scaling") or shape.get("rope_parameters") or {}
     rope_type = (rope.get("rope_type") or rope.get("type") or "default") if isinstance(rope, Mapping) else "default"
     has_window = "sliding_attention" in (shape.get("layer_types") or [])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -49,6 +49,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 def _shown(value: object) -> str:
     text = "of hundreds of digits" if isinstance(value, int) and abs(value) > 10**300 else repr(value)
     return f"{type(value).__name__} {text}"[:80]
+
+
+def first_refused(refused: Mapping[str, Sequence[Any]], *configs: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """Return the first key of ``refused`` with another value than those listed there or null, and the value."""
+    found = ((key, config.get(key), neutral) for key, neutral in refused.items() for config in configs)
+    return next(((key, value) for key, value, neutral in found if value is not None and value not in neutral), None)
 
 
 class ConfigReader:
@@ -465,10 +471,8 @@ def _refuse(read: ConfigReader, family: Family) -> None:
     is_mxfp4 = isinstance(quantized, Mapping) and quantized.get("quant_method") == "mxfp4"
     if quantized and not (is_mxfp4 and family.experts is not None and family.experts.clamp is not None):
         raise read.unsupported("`quantization_config` is set: the weights are quantised.")
-    for key, neutral in family.refused.items():
-        value = read.config.get(key)
-        if value is not None and value not in neutral:
-            raise read.unsupported(f"`{key}` {shown(value)} is not supported by the lean decoder.")
+    if found := first_refused(family.refused, read.config):
+        raise read.unsupported(f"`{found[0]}` {shown(found[1])} is not supported by the lean decoder.")
 
 
 def _eos_ids(read: ConfigReader, family: Family) -> tuple[int, ...]:
