@@ -296,7 +296,7 @@ def displayed(raw):
     for back, char in re.findall(r"\x1b\[(?:(\d+)D|[\d;]*[mK])|(.|\n)", raw):
         if back:
             at -= int(back)
-            lines[-1] = lines[-1][:at]  # what follows is erased
+            lines[-1] = lines[-1][:at]  # erases the rest
         elif char == "\n":
             lines.append([])
             at = 0

@@ -337,7 +337,7 @@ def test_ctrl_c_keeps_finished_rounds_of_a_comparison(target, runs_before, kept)
     lms = [dw.load(target, draft=draft) for draft in ("none", "lookup")]
 
     def stop(done, total):
-        assert total == 14  # of the warm-up 2, of each round 4
+        assert total == 14  # 2 for the warm-up, 4 for each round
         if done == 2 + runs_before:
             raise KeyboardInterrupt
 

@@ -24,7 +24,7 @@ from draftwing.train.options import TrainOptions
 from draftwing.train.session import RunFiles, prepare
 from draftwing.train.vllm_states import import_states
 
-TAPS = (2, 4, 5)  # of the toy's eight layers; EAGLE-3 reads them
+TAPS = (2, 4, 5)  # layers that EAGLE-3 reads, of the toy's eight
 LAYERS = [2, 4, 5, 8]
 QUESTIONS = ["def add(a, b):", "class Table:", "for row in rows:", "import os", "x = [1, 2", "while True:"]
 ANSWERS = ["    return a + b", "    rows = []", "    print(row)", "os.getcwd()", ", 3]\n", "    break"]
