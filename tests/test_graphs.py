@@ -12,6 +12,7 @@ import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from unittest import mock
 
@@ -24,6 +25,8 @@ from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
 from conftest import Recorder, build, float64_norms
+from draftwing.budget.costs import TYPICAL_GPU
+from draftwing.budget.planner import SHAPES, Planner
 from draftwing.decode import Decoder
 from draftwing.methods.base import EAGLE_TREE, Budget
 from draftwing.methods.net_drafter import EagleDrafter
@@ -431,3 +434,24 @@ def test_on_a_gpu(drafter, kind, folder_of, lab):
     requests = [here.request(kind, row) for row in range(3)]
     texts, _ = run(target, requests, EagleDrafter(net, target), DRAFTERS[drafter].budget)
     assert [texts[row] for row in range(3)] == [here.plain(kind, row) for row in range(3)]
+
+
+def test_a_step_that_records_has_no_time(lab):
+    """It takes as long as many others: a planner would take it for an expensive budget."""
+
+    here, record, planner, told = lab("llama"), Recorder(), Planner(TYPICAL_GPU, None, SHAPES), []
+
+    def observe(*args):
+        told.append((args[3] is None, record.num_recorded))
+        Planner.observe(planner, *args)
+
+    with recorded(here, record), mock.patch.object(planner, "observe", observe):
+        decoder = Decoder(here.target, DRAFTERS["eagle3-chain"].make(here, "greedy"), planner=planner)
+        decoder.admit(PROMPTS[0], Sampling(max_tokens=40, ignore_eos=True))
+        before = record.num_recorded
+        while decoder.num_running:
+            decoder.step()
+    counts = [before, *[count for _, count in told]]
+    did_record = [after > count for count, after in pairwise(counts)]
+    assert did_record == [is_untimed for is_untimed, _ in told]
+    assert 0 < sum(did_record) < len(did_record)

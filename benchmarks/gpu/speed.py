@@ -4,7 +4,7 @@
     python benchmarks/gpu/speed.py /tmp/inflated-8b/target --json NAME.json --png NAME.png
 
 Every round runs all methods in turn; the table shows medians. A batch is timed from its second step until its first row
-ends, so that it is full all the time, and the first round, which records the graphs, is not counted. The limit of the
+ends, so that it is full all the time. The first two rounds, which record most graphs, are not counted. The limit of the
 baseline is the measured bandwidth of copying memory over the weights' bytes. ``--device cpu`` tests the script.
 """
 
@@ -38,6 +38,7 @@ from draftwing.text.prompts import read_prompts, shipped_prompts
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
+WARM_UPS = 2  # rounds
 Prompts = list[list[int]]
 # Tokens per second of all rows together, tau, and milliseconds of a step in which the device has nothing to do.
 Measure = Callable[[Prompts], tuple[float, float, float]]
@@ -126,9 +127,9 @@ def run(ways: dict[str, Measure], prompts: Prompts, rounds: int, only_one: Seque
     """Return rates, speedups and taus of every method that supports the batch size, round by round."""
     todo = {name: way for name, way in ways.items() if len(prompts) == 1 or name not in only_one}
     found: dict[str, Any] = {name: {"rate": [], "speedup": [], "tau": [], "host": []} for name in todo}
-    for turn in range(rounds + 1):
+    for turn in range(WARM_UPS + rounds):
         rates = {name: way(prompts) for name, way in todo.items()}
-        for name, (rate, tau, host) in rates.items() if turn else ():
+        for name, (rate, tau, host) in rates.items() if turn >= WARM_UPS else ():
             found[name]["rate"].append(rate)
             found[name]["speedup"].append(rate / rates["plain"][0])
             found[name]["tau"].append(tau)

@@ -152,6 +152,16 @@ TYPICAL = Costs(
     draft_per_row=0.15,
 )
 
+# The same for 7 billion weights in bfloat16 with an EAGLE-3 head (H200): nodes are nearly free up to 64 of all rows.
+TYPICAL_GPU = Costs(
+    verify=Curve(((1, 1.0), (16, 1.08), (64, 1.35), (256, 2.1), (1024, 6.3))),
+    chain=Curve(((1, 0.07), (8, 0.45))),
+    tree=Curve(((1, 0.08), (8, 0.55))),
+    width=4,
+    per_row=0.008,
+    draft_per_row=0.03,
+)
+
 
 class Correction:
     """Corrects predicted costs by observed ones, by ridge regression: ``observed = start + scale * predicted``.

@@ -1,7 +1,7 @@
 """Decide before every step how much to draft: a bandit over a few budgets, by measured tokens per second.
 
-The arms are the baseline (no draft), chains of one and two tokens, and the *grown* tree, whose nodes are chosen while
-it grows by their expected worth (``GrowthRule``: observed costs and acceptance).
+The arms are the baseline (no draft), fixed shapes such as chains of one and two tokens, and the *grown* tree, whose
+nodes are chosen while it grows by their expected worth (``GrowthRule``: observed costs and acceptance).
 
 1. **Prediction.** The costs and acceptance rates observed so far predict the speedup of every arm, also of those that
    were never played. The prediction counts as ``prior_weight`` steps. Nothing is measured beforehand: typical costs,
@@ -14,8 +14,7 @@ it grows by their expected worth (``GrowthRule``: observed costs and acceptance)
    requests, and probes soon.
 
 With the keyed match rule no decision can change the output. For rules that draw children from q, and on a GPU, where
-the host must not wait for a tree's nodes, the grown tree is replaced by the fixed shape of the highest expected
-speed.
+the host must not wait for a tree's nodes, there is no grown tree, and more fixed shapes instead.
 
 Speculative decoding as a bandit: BanditSpec (2505.15141). Trees by expected worth: Sequoia (2402.12374), SpecDec++
 (2405.19715).
@@ -36,13 +35,14 @@ from torch import Tensor
 from draftwing.accept import Rule, get_rule
 from draftwing.budget.acceptance import Acceptance, Ranks, reached_nodes
 from draftwing.budget.config import CONFIG
-from draftwing.budget.costs import TYPICAL, Costs, LearnedCosts
+from draftwing.budget.costs import TYPICAL, TYPICAL_GPU, Costs, LearnedCosts
 from draftwing.methods.base import Budget, Drafter
 from draftwing.models.context import Context, Row
 from draftwing.models.target import Target
 from draftwing.tree import Accepted, DraftTree, GrowthRule
 
-# Shapes to choose from if trees cannot grow freely: chains of the measured depths, a small and a large tree.
+FEW_SHAPES = (Budget(1), Budget(2))
+# If trees cannot grow freely: chains of the measured depths, a small and a large tree.
 _TREES = [Budget(CONFIG.depths[-1], CONFIG.tree.width, nodes - 1) for nodes in CONFIG.nodes[-3::2]]
 SHAPES = (*map(Budget, CONFIG.depths), *_TREES)
 BASELINE, GROWN = 0, -1  # indices of arms
@@ -89,7 +89,7 @@ class Arm:
 
 
 class Bandit:
-    """Choose an arm for every step, for batches of one size. Arm 0 is the baseline, the last one the grown tree."""
+    """Choose an arm for every step, for batches of one size. Arm 0 is the baseline, the last one any grown tree."""
 
     def __init__(self, num_arms: int, costs: LearnedCosts) -> None:
         self.arms, self.costs = [Arm() for _ in range(num_arms)], costs
@@ -165,22 +165,14 @@ class Planner:
 
     Args:
         costs: assumed until steps are observed; only their ratios to a baseline step count.
-        grown: the largest tree; None if trees must not depend on their own nodes: then a fixed shape takes its place.
-        shapes: the chains and trees to choose that fixed shape from.
-        chains: lengths of the chains that are arms of their own.
+        grown: the largest tree; None if trees must not depend on their own nodes.
+        shapes: the chains and fixed trees that are arms.
     """
 
-    def __init__(
-        self,
-        costs: Costs,
-        grown: Budget | None,
-        *,
-        shapes: Sequence[Budget] = SHAPES,
-        chains: Sequence[int] = (1, 2),
-    ) -> None:
+    def __init__(self, costs: Costs, grown: Budget | None, shapes: Sequence[Budget] = FEW_SHAPES) -> None:
         self._costs = costs
         self.largest = grown or max(shapes, key=_num_nodes)
-        self._grown, self._shapes, self._chains = grown, shapes, chains
+        self._grown, self._shapes = grown, shapes
         self._acceptance, self._ranks = Acceptance(), Ranks()
         self._bandits: dict[tuple[int, int | None], Bandit] = {}
         self._bandit = self._bandit_for(1, None)
@@ -194,15 +186,16 @@ class Planner:
         self._lock = threading.Lock()
 
     @classmethod
-    def for_drafter(cls, rule: Rule, drafter: Drafter, *, on_cpu: bool, costs: Costs = TYPICAL) -> Planner:
+    def for_drafter(cls, rule: Rule, drafter: Drafter, *, on_cpu: bool) -> Planner:
         """Return the planner for a rule and a drafter."""
+        costs, largest = TYPICAL if on_cpu else TYPICAL_GPU, CONFIG.tree
         may_grow = rule.children in ("keyed", "top") and on_cpu
-        tree = CONFIG.tree
         if not drafter.costs_forwards:
-            return cls(costs.of_target, tree if may_grow else None, shapes=(Budget(tree.depth),), chains=())
-        if rule.chain_only:
-            return cls(costs, Budget(tree.depth) if may_grow else None, shapes=SHAPES[: -len(_TREES)])
-        return cls(costs, tree if may_grow else None)
+            grown, shapes = (largest, []) if may_grow else (None, [Budget(largest.depth)])
+            return cls(costs.of_target, grown, shapes)
+        if may_grow:
+            return cls(costs, Budget(largest.depth) if rule.chain_only else largest)
+        return cls(costs, None, [shape for shape in SHAPES if shape.is_chain or not rule.chain_only])
 
     # --- one step --------------------------------------------------------------------------------------------------
 
@@ -230,7 +223,7 @@ class Planner:
             return self._budgets[self._bandit.choose(self._speedups)]
 
     def observe(
-        self, tree: DraftTree, accepted: Accepted, num_tokens: int, seconds: float, draft_seconds: float
+        self, tree: DraftTree, accepted: Accepted, num_tokens: int, seconds: float | None, draft_seconds: float
     ) -> None:
         """Learn from a step.
 
@@ -238,14 +231,15 @@ class Planner:
             tree: the proposed trees.
             accepted: the nodes that the rule accepted.
             num_tokens: emitted tokens of all rows.
-            seconds: duration of the step, including the planner's decision.
+            seconds: duration of the step, including the planner's decision; None if it says nothing about later ones,
+                because the step recorded a CUDA graph.
             draft_seconds: the part of it that the drafter took.
         """
         with self._lock:
             rows, nodes = tree.tokens.shape
             is_draft = nodes > 1 or bool(tree.num_draft_forwards)
             # The first draft after the baseline's steps also reads the tokens since the last draft: it takes longer.
-            if not (is_draft and self._was_baseline):
+            if seconds is not None and not (is_draft and self._was_baseline):
                 tokens = predicted = num_tokens / rows
                 if is_draft and self._grown is not None and tree.confidence is not None:
                     predicted = float(tree.confidence.sum()) / rows  # it varies less than the emitted number
@@ -268,7 +262,8 @@ class Planner:
         """Return the bandit of a batch size, by powers of two, and of a node limit: the costs of drafts differ."""
         bits = (rows - 1).bit_length()
         if (bits, max_nodes) not in self._bandits:
-            self._bandits[bits, max_nodes] = Bandit(2 + len(self._chains), LearnedCosts(self._costs, 1 << bits))
+            num_arms = 1 + len(self._shapes) + (self._grown is not None)
+            self._bandits[bits, max_nodes] = Bandit(num_arms, LearnedCosts(self._costs, 1 << bits))
         return self._bandits[bits, max_nodes]
 
     # --- learned values --------------------------------------------------------------------------------------------
@@ -280,22 +275,16 @@ class Planner:
             self._unlearned = []
         while self._bandit.drafted:
             self._bandit.costs.observe(*self._bandit.drafted.popleft())
-        chains = [Budget(min(length, limit)) for length in self._chains]
-        if self._grown is None:
-            shapes = [shape for shape in self._shapes if _num_nodes(shape) <= limit] or [Budget(min(limit, 3))]
-            grown = predicted = max(shapes, key=self._expected_speed)
-        else:
-            grown = self._grown
-            if limit < _num_nodes(grown):
-                width = min(grown.width, limit)
-                grown = Budget(min(grown.depth, limit), width, None if width == 1 else limit)
+        shapes = [_limit(shape, limit) for shape in self._shapes]
+        budgets, predicted = [Budget(0), *shapes], shapes
+        if self._grown is not None:
             # It is at least as fast as the best chain.
-            depths = [Budget(depth) for depth in range(1, grown.depth + 1)]
-            predicted = max(depths, key=self._expected_speed)
-            grown = replace(grown, rule=self.rule(rows))
-        self._budgets = [replace(budget, children=children) for budget in (Budget(0), *chains, grown)]
-        baseline = self._bandit.costs.baseline
-        self._speedups = [1.0, *[baseline * self._expected_speed(shape) for shape in (*chains, predicted)]]
+            grown = _limit(self._grown, limit)
+            chains = [Budget(depth) for depth in range(1, grown.depth + 1)]
+            budgets.append(replace(grown, rule=self.rule(rows)))
+            predicted = [*shapes, max(chains, key=self._expected_speed)]
+        self._budgets = [replace(budget, children=children) for budget in budgets]
+        self._speedups = [1.0, *[self._bandit.costs.baseline * self._expected_speed(shape) for shape in predicted]]
 
     def rule(self, rows: int) -> GrowthRule:
         """Return the present value and cost of nodes, for a batch of ``rows``."""
@@ -346,6 +335,14 @@ class Planner:
 
 def _num_nodes(budget: Budget) -> int:
     return budget.nodes or budget.depth * budget.width
+
+
+def _limit(budget: Budget, num_nodes: int) -> Budget:
+    """Return the largest budget of this kind with at most ``num_nodes``."""
+    if _num_nodes(budget) <= num_nodes:
+        return budget
+    width = min(budget.width, num_nodes)
+    return Budget(min(budget.depth, num_nodes), width, None if width == 1 else num_nodes)
 
 
 def planner_for(target: Target, drafter: Drafter, rule: str) -> Planner:

@@ -10,6 +10,7 @@ Shape suffixes: B rows, N nodes (padded to the bucket), W entries, V vocabulary,
 from __future__ import annotations
 
 import gc
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -35,6 +36,18 @@ CAPACITY = 64  # recordings over one cache; the least recently used goes first
 
 Outputs = tuple[Tensor, ...]
 T = TypeVar("T")
+
+
+class _Recorded(threading.local):
+    count = 0
+
+
+_recorded = _Recorded()
+
+
+def num_recorded() -> int:
+    """The number of recordings that this thread has made: a step with one takes as long as many others."""
+    return _recorded.count
 
 
 class Record(Protocol):
@@ -112,6 +125,7 @@ class Recording(Generic[T]):
         """Outputs for the current inputs, valid until the next run of any recording of the same ``Record``."""
         if self.replay is None:
             self.replay = self.record(self.function)
+            _recorded.count += 1
         return self.replay()
 
 
