@@ -107,6 +107,21 @@ def test_every_phase_before_training_is_reported_with_its_bound(run, target, tmp
     assert [title for title, _ in phases] == ["reading the data", "loading the target"]
 
 
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_training_takes_bfloat16_where_it_is_fast(is_fast, run, target, tmp_path, monkeypatch):
+    """A CPU without instructions for it takes many times longer. A run may continue on another machine."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: is_fast)
+    options = TrainOptions("eagle3", iterations=1, max_length=64, tokens_per_batch=512, eval_prompts=0)
+    files = RunFiles(str(target), run[1:])
+    session = prepare(files, options, tmp_path, device="cpu")
+    assert session.target.dtype == (torch.bfloat16 if is_fast else torch.float32)
+    session.run()
+    told = json.loads((tmp_path / "head" / "config.json").read_text())["draftwing"]["training"]
+    assert told["precision"] == ("bf16" if is_fast else "no")
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: not is_fast)
+    assert prepare(files, options, tmp_path, device="cpu").trainer.iteration == 1
+
+
 def test_ctrl_c_before_training_writes_nothing(run, target, tmp_path, monkeypatch):
     def stop(*_, **__):
         raise KeyboardInterrupt

@@ -297,6 +297,12 @@ def _device(device: str | torch.device | None) -> torch.device:
     return chosen
 
 
+def training_dtype(device: str | torch.device | None = None) -> torch.dtype:
+    """Return bfloat16; on a CPU without instructions for it float32, since bfloat16 takes many times longer there."""
+    is_fast = _device(device).type == "cuda" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.bfloat16 if is_fast else torch.float32
+
+
 def _check_end_tokens(file: Path, eos: Any, vocab_size: int) -> list[int]:
     """Return the ids of an ``eos_token_id``; a negative one means none, as in some configs on the Hub."""
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]

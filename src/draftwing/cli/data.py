@@ -246,7 +246,9 @@ def cache(
     tokens_per_batch: int = option(2048, "Tokens that the target reads at once.", expert=True),
     validation_share: float = option(0.02, "Share of the data held out: the same as in `train`.", expert=True),
     seed: int = option(0, "Seed of the held-out choice and of the places where documents are cut."),
-    dtype: str = option("bfloat16", "Data type of the target.", expert=True),
+    dtype: str | None = option(
+        None, "Data type of the target. [default: bfloat16, if the device is fast at it]", expert=True
+    ),
     device: str | None = option(None, "cpu or cuda. [default: cuda if available]"),
     as_json: bool = JSON,
 ) -> None:
@@ -260,7 +262,7 @@ def cache(
     - `draftwing train eagle3 --data dialogues.jsonl --cache features --minutes 15 -o my-head`
     """
     from draftwing.formats.identity import target_id
-    from draftwing.loading import load_target
+    from draftwing.loading import load_target, training_dtype
     from draftwing.models.resolve import resolve
     from draftwing.text.tokenizer import Tokenizer
     from draftwing.train.data import Batches, read_examples, split
@@ -275,7 +277,7 @@ def cache(
         )
     batches = Batches(split(corpus, validation_share, seed)[0], tokens_per_batch, max_length, seed)
     name = target or default_model()
-    model = load_target(folder, dtype=dtype, device=device, name=name, prepack=False)
+    model = load_target(folder, dtype=dtype or training_dtype(device), device=device, name=name, prepack=False)
     layers, identity = choose(model.num_layers), target_id(model, tokenizer)
     screen.line(f"the cache will have {estimate(model, batches, layers)}")
     with progress("running the target") as on_progress:

@@ -61,7 +61,9 @@ class Run:
     init_from: Path | None = option(None, "Start from this head, in any layout, or from this draft model.")
     licence: str | None = option(None, "Licence for the head's card, such as Apache-2.0.")
     device: str | None = option(None, "cpu or cuda. [default: cuda if available]")
-    dtype: str = option("bfloat16", "Data type of the target.", expert=True)
+    dtype: str | None = option(
+        None, "Data type of the target. [default: bfloat16, if the device is fast at it]", expert=True
+    )
     forecast_prompts: int = option(16, "Prompts for the statistics of `draftwing predict`.", min=0, expert=True)
 
 
@@ -91,7 +93,9 @@ class Training:
     num_heads: int | None = option(None, "Attention heads of a new draft model. [default: each 64 wide]", expert=True)
     own_text: float = option(0.0, "Share of the batches that the draft model writes itself.", expert=True)
     optimizer: str = option("adamw", "adamw, or muon for the matrices.", expert=True)
-    precision: str = option("bf16", "bf16 autocast, or no.", expert=True)
+    precision: str | None = option(
+        None, "bf16 autocast, or no. [default: bf16, if the device is fast at it]", expert=True
+    )
     validation_share: float = option(0.02, "Share of the data held out.", expert=True)
     eval_every: int = option(200, "Iterations between two evaluations.", expert=True)
     eval_prompts: int = option(8, "Held-out prompts on which tau is measured.", expert=True)

@@ -56,7 +56,7 @@ class TrainOptions:
     warmup: float = 0.04  # share of the run
     clip: float = 0.5  # norm of the gradient (adamw)
     ema: float = 0.0  # decay of an average of the weights, which is then what is saved; 0 for none
-    precision: str = "bf16"  # ``bf16`` autocast, or ``no``
+    precision: str | None = None  # ``bf16`` autocast, or ``no``; None: bf16 if the device has instructions for it
     validation_share: float = 0.02  # held-out share of the data
     eval_every: int = 200
     save_every: int = 100
@@ -71,7 +71,7 @@ class TrainOptions:
         checks = (
             (self.method in training_methods(), "method", f"one of {', '.join(training_methods())}"),
             (self.optimizer in ("adamw", "muon"), "optimizer", "adamw or muon"),
-            (self.precision in ("bf16", "no"), "precision", "bf16 or no"),
+            (self.precision in (None, "bf16", "no"), "precision", "bf16 or no"),
             (self.unroll_steps is None or 1 <= self.unroll_steps <= 16, "unroll_steps", "from 1 to 16"),
             (0 < self.later_share <= 1, "later_share", "in (0, 1]"),
             (self.hidden_size is None or self.hidden_size >= 8, "hidden_size", "at least 8"),

@@ -18,7 +18,7 @@ from draftwing.formats.card import write_card, write_stored
 from draftwing.formats.identity import chat_template_hash, head_id, target_id
 from draftwing.lab.forecast import FILE, HeldOut, collect, fitting
 from draftwing.lab.machine import describe_machine
-from draftwing.loading import load_target
+from draftwing.loading import load_target, training_dtype
 from draftwing.methods.method import NewNet
 from draftwing.methods.net import DraftNet, TargetId
 from draftwing.methods.registry import method_of_folder, method_of_net
@@ -119,14 +119,15 @@ def prepare(
     options: TrainOptions,
     out: Path,
     *,
-    dtype: str = "bfloat16",
+    dtype: str | None = None,
     device: str | None = None,
     layers: bool = True,
     phase: Phase = _unseen,
 ) -> Session:
-    """Load the target (in ``dtype``) and the data, and make the net.
+    """Load the target and the data, and make the net.
 
     Args:
+        dtype: of the target; None for ``training_dtype``.
         layers: False loads only the target's embedding, final norm and LM head: a cache has the features, and tau is
             not measured.
         phase: ``phase(title)`` is entered for each part that takes long, and returns a function to call with the amount
@@ -142,7 +143,9 @@ def prepare(
             "training: the target's layers are needed without a cache, and for own_text: give --cache and no "
             "--own-text, or load all of the target (drop --ends-only)"
         )
-    accelerator = Accelerator(mixed_precision=options.precision, cpu=device == "cpu")
+    usual = training_dtype(device)
+    precision = options.precision or ("bf16" if usual == torch.bfloat16 else "no")
+    accelerator = Accelerator(mixed_precision=precision, cpu=device == "cpu")
     torch.manual_seed(options.seed)
     folder = resolve(files.target)
     tokenizer = Tokenizer(folder)
@@ -150,7 +153,7 @@ def prepare(
         training, validation, cache, held_cache = _read_data(files, options, tokenizer, on_data)
     name = str(files.target or default_model())
     with phase("loading the target"):
-        target = load_target(folder, dtype=dtype, device=device, name=name, prepack=False, layers=layers)
+        target = load_target(folder, dtype=dtype or usual, device=device, name=name, prepack=False, layers=layers)
     identity = target_id(target, tokenizer)
     if cache is not None:
         cache.check(target, identity)
@@ -184,6 +187,7 @@ def prepare(
         evaluate = Evaluation(target, validation, held, options)
     describe = {
         **{key: value for key, value in options.to_dict().items() if value is not None},
+        "precision": precision,
         "tokens_in_data": training.num_tokens,
         "coverage": coverage,
         "chat_template": chat_template_hash(folder),
