@@ -4,12 +4,16 @@
     python recipes/chat_heads.py train                               # resumes a stopped run
     python recipes/chat_heads.py export                              # bfloat16, with cards, into the package
 
+On a GPU, in nine minutes, from the head of an earlier run, as for the head that is shipped:
+
+    python recipes/chat_heads.py answers --prompts prompts.jsonl --device cuda --processes 4 --max-batch 128 --passes 2
+    python recipes/chat_heads.py train --device cuda --only eagle3 --minutes 6.1 --after EARLIER
+
 Each step prints the command that a user would run for another model, runs it, and continues if it was stopped. The
 prompts are dialogues in any form that ``draftwing data regenerate`` reads; half of them are answered greedily, half at
 temperature 1, since a head has to predict both.
 
-With ``--device cuda``, answers are in bfloat16 and no hidden states are stored, since a GPU computes them again in less
-time than reading them takes.
+There, answers are in bfloat16 and no hidden states are stored: computing them again takes a GPU less time than reading.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ from draftwing.loading import load_drafter, load_target
 from draftwing.models.resolve import resolve
 from draftwing.shipped import SHIPPED
 from draftwing.text.tokenizer import Tokenizer
+from draftwing.train.data import read_examples, split
 from draftwing.train.evaluate import validation_prompts
 from draftwing.train.feature_cache import FeatureCache
 from draftwing.train.options import TrainOptions
@@ -59,6 +64,11 @@ RUNS: dict[str, dict[str, str]] = {
     "eagle3": {**COMMON, "--lr": "2e-3", "--draft-vocab-size": "8192", "--unroll-steps": "5"},
     "eagle1": {**COMMON, "--lr": "1e-3", "--loss-vocab-size": "8192", "--unroll-steps": "3"},
 }
+ON_GPU = {"--tokens-per-batch": "8192", "--later-share": "0.25", "--lr": "2.5e-3", "--eval-every": "500"}
+
+
+def answered(out: Path) -> list[Path]:
+    return sorted(out.glob("answers-*.jsonl"))
 
 
 def run(*commands: list[str]) -> None:
@@ -80,21 +90,23 @@ def answers(
     max_tokens: Annotated[int, typer.Option(help="Of each answer.")] = 256,
     max_batch: Annotated[int, typer.Option(help="Prompts decoded at once.")] = 64,
     processes: Annotated[int, typer.Option(min=1, help="That share the prompts: Python alone cannot fill a GPU.")] = 1,
+    passes: Annotated[int, typer.Option(min=1, max=2, help="The second one swaps the prompts' temperatures.")] = 1,
 ) -> None:
     """Let the target answer; one process on a CPU also keeps its hidden states: 4.6 kB a token."""
-    how = ["-T", "0,1", "--max-tokens", str(max_tokens), "--max-batch", str(max_batch), "--device", device]
-    how += ["--quantize", "int8"] if device == "cpu" else ["--dtype", "bfloat16"]
+    how = ["--max-tokens", str(max_tokens), "--max-batch", str(max_batch), "--device", device]
+    how += ["--quantize", "int8"] if device == "cpu" else ["--dtype", "bfloat16", "--draft", "none"]
     if device == "cpu" and processes == 1:
         how += ["--features", str(out / "features")]
     out.mkdir(parents=True, exist_ok=True)
     lines = [line for file in prompts for line in file.read_text(encoding="utf-8").splitlines()]
-    commands = []
-    for index in range(processes):
-        share = out / f"prompts-{index}.jsonl"
-        share.write_text("".join(f"{line}\n" for line in lines[index::processes]), encoding="utf-8")
-        files = ["--data", str(share), "--out", str(out / f"answers-{index}.jsonl")]
-        commands.append(["data", "regenerate", "--target", target, *files, *how])
-    run(*commands)
+    for name, temperatures in list({"answers": "0,1", "answers-swapped": "1,0"}.items())[:passes]:
+        commands = []
+        for index in range(processes):
+            share = out / f"prompts-{index}.jsonl"
+            share.write_text("".join(f"{line}\n" for line in lines[index::processes]), encoding="utf-8")
+            files = ["--data", str(share), "--out", str(out / f"{name}-{index}.jsonl"), "--seed", str(index)]
+            commands.append(["data", "regenerate", "--target", target, "-T", temperatures, *files, *how])
+        run(*commands)
 
 
 @app.command()
@@ -110,10 +122,10 @@ def train(
     if (out / "features").exists():
         data = ["--cache", str(out / "features")]
     else:
-        data = [word for file in sorted(out.glob("answers-*.jsonl")) for word in ("--data", str(file))]
+        data = [word for file in answered(out) for word in ("--data", str(file))]
     for name, options in RUNS.items():
         if only in (None, name):
-            changes = {} if device == "cpu" else {"--tokens-per-batch": "8192", "--later-share": "0.25"}
+            changes = {} if device == "cpu" else ON_GPU
             where = ["--target", target, *data, "--out", str(out / name), "--device", device]
             if after is not None:
                 where += ["--init-from", str(after / name / "head")]
@@ -133,11 +145,15 @@ def measured_of(name: str, groups: list[dict[str, Any]]) -> Iterator[tuple[str, 
                 yield where, {**figures, "same text": f"{row['num_identical']} of {row['num_answers']}"}
 
 
-def held_out_prompts(out: Path) -> list[list[int]]:
+def held_out_prompts(out: Path, tokenizer: Tokenizer) -> list[list[int]]:
     """What training held out, up to the answers."""
-    whole = FeatureCache(out / "features").cut(TrainOptions("eagle3", iterations=1).max_length)
-    _, held = split_cache(whole, float(COMMON["--validation-share"]), seed=0)
-    return validation_prompts(held.corpus, int(COMMON["--forecast-prompts"]))
+    share, length = float(COMMON["--validation-share"]), TrainOptions("eagle3", iterations=1).max_length
+    if (out / "features").exists():
+        _, cache = split_cache(FeatureCache(out / "features").cut(length), share, seed=0)
+        held = cache.corpus
+    else:
+        _, held = split(read_examples([str(file) for file in answered(out)], tokenizer, max_length=length), share, 0)
+    return validation_prompts(held, int(COMMON["--forecast-prompts"]))
 
 
 def _statistics(head: Path) -> HeldOut | None:
@@ -155,15 +171,17 @@ def export(
     target: Target = TARGET,
     results: Annotated[list[Path] | None, typer.Option(help="results.json of `draftwing bench`; repeatable.")] = None,
 ) -> None:
-    """Write the heads in bfloat16, with cards, the prompts that they are tried on, and what forecasts are made of."""
+    """Write trained heads in bfloat16, with cards, the prompts that they are tried on, and statistics for forecasts."""
     measured = [group for file in results or [] for group in json.loads(file.read_text())["groups"]]
     folder = resolve(target)
     model = load_target(folder, prepack=False)
     tokenizer = Tokenizer(folder)
     own, fast = target_id(model, tokenizer, TARGET), load_target(folder, quantize="int8", name=TARGET)
-    prompts = fitting(held_out_prompts(out), fast)
+    prompts = fitting(held_out_prompts(out, tokenizer), fast)
     for name in RUNS:
         source, known = out / name / "head", _statistics(to / name)
+        if not source.exists():
+            continue
         net = read_head(source, model.embedding, model.head, own, torch.bfloat16)
         training: dict[str, Any] = json.loads((source / "config.json").read_text())["draftwing"]["training"]
         found = dict(measured_of(name, measured))
