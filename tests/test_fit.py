@@ -6,6 +6,7 @@ import shutil
 from contextlib import contextmanager
 from dataclasses import replace
 
+import accelerate
 import numpy as np
 import pytest
 import torch
@@ -111,6 +112,13 @@ def test_every_phase_before_training_is_reported_with_its_bound(run, target, tmp
 def test_training_takes_bfloat16_where_it_is_fast(is_fast, run, target, tmp_path, monkeypatch):
     """A CPU without instructions for it takes many times longer. A run may continue on another machine."""
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: is_fast)
+    chosen, accelerator = [], accelerate.Accelerator
+
+    def record(mixed_precision, **options):
+        chosen.append(mixed_precision)
+        return accelerator(mixed_precision="no", **options)  # accelerate keeps the first one for the whole process
+
+    monkeypatch.setattr(accelerate, "Accelerator", record)
     options = TrainOptions("eagle3", iterations=1, max_length=64, tokens_per_batch=512, eval_prompts=0)
     files = RunFiles(str(target), run[1:])
     session = prepare(files, options, tmp_path, device="cpu")
@@ -119,7 +127,8 @@ def test_training_takes_bfloat16_where_it_is_fast(is_fast, run, target, tmp_path
     told = json.loads((tmp_path / "head" / "config.json").read_text())["draftwing"]["training"]
     assert told["precision"] == ("bf16" if is_fast else "no")
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: not is_fast)
-    assert prepare(files, options, tmp_path, device="cpu").trainer.iteration == 1
+    prepare(files, options, tmp_path, device="cpu").run()
+    assert chosen == (["bf16", "no"] if is_fast else ["no", "bf16"])
 
 
 def test_ctrl_c_before_training_writes_nothing(run, target, tmp_path, monkeypatch):
