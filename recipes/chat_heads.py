@@ -13,7 +13,7 @@ Each step prints the command that a user would run for another model, runs it, a
 prompts are dialogues in any form that ``draftwing data regenerate`` reads; half of them are answered greedily, half at
 temperature 1, since a head has to predict both.
 
-There, answers are in bfloat16 and no hidden states are stored: computing them again takes a GPU less time than reading.
+On a GPU, answers are in bfloat16 and no hidden states are stored: computing them again is faster than reading them.
 """
 
 from __future__ import annotations
@@ -99,11 +99,12 @@ def answers(
         how += ["--features", str(out / "features")]
     out.mkdir(parents=True, exist_ok=True)
     lines = [line for file in prompts for line in file.read_text(encoding="utf-8").splitlines()]
-    for name, temperatures in list({"answers": "0,1", "answers-swapped": "1,0"}.items())[:passes]:
+    shares = [out / f"prompts-{index}.jsonl" for index in range(processes)]
+    for index, share in enumerate(shares):
+        share.write_text("".join(f"{line}\n" for line in lines[index::processes]), encoding="utf-8")
+    for name, temperatures in [("answers", "0,1"), ("answers-swapped", "1,0")][:passes]:
         commands = []
-        for index in range(processes):
-            share = out / f"prompts-{index}.jsonl"
-            share.write_text("".join(f"{line}\n" for line in lines[index::processes]), encoding="utf-8")
+        for index, share in enumerate(shares):
             files = ["--data", str(share), "--out", str(out / f"{name}-{index}.jsonl"), "--seed", str(index)]
             commands.append(["data", "regenerate", "--target", target, "-T", temperatures, *files, *how])
         run(*commands)

@@ -578,7 +578,7 @@ def test_worlds_that_change(costs):
 @pytest.mark.parametrize("rate", [0.3, 0.67, 0.8])
 @pytest.mark.parametrize("levels", [1, pytest.param(8, marks=pytest.mark.full)])
 def test_near_the_best_fixed_chain_on_a_gpu(levels, rate, rows):
-    """Of a large model, and of a small one whose drafts take eight times as long in comparison."""
+    """With a large model, and with a small one whose drafts are eight times as expensive in baseline steps."""
     costs = replace(TYPICAL_GPU, chain=Curve(tuple((n, levels * time) for n, time in TYPICAL_GPU.chain.knots)))
     shares = []
     for seed in range(3):
@@ -596,10 +596,11 @@ def test_a_step_that_recorded_a_graph_says_nothing_about_time():
     for step in range(60):
         budget = planner.budget(ctx, "keyed")
         tree = DraftTree.chain(torch.zeros(1, 1 + budget.depth, dtype=torch.int64))
-        if step % 3:
-            planner.observe(tree, taken(tree, [*range(1 + budget.depth)]), 1 + budget.depth, 1.0, 0.0)
-        else:
-            planner.observe(tree, taken(tree, [*range(1 + budget.depth)]), 1 + budget.depth, None, 50.0)
+        accepted, (seconds, draft_seconds) = (
+            taken(tree, [*range(1 + budget.depth)]),
+            (1.0, 0.0) if step % 3 else (None, 50.0),
+        )
+        planner.observe(tree, accepted, 1 + budget.depth, seconds, draft_seconds)
     assert budget.depth == 8
     assert planner.observed_costs.verify_seconds(1) == pytest.approx(1.0)
 
