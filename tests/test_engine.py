@@ -14,8 +14,7 @@ from draftwing import decode, engine, request
 from draftwing.accept import get_rule
 from draftwing.engine import Engine
 from draftwing.errors import ConfigError, NumericsError, PromptError
-from draftwing.limits import cut_to_nodes
-from draftwing.methods.base import NoDrafter
+from draftwing.methods.base import NoDrafter, cut_to_nodes
 from draftwing.methods.causal_lm import CausalLMDrafter
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
 from draftwing.methods.lookup import LookupDrafter

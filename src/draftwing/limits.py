@@ -9,7 +9,7 @@ from draftwing.accept import Rule
 from draftwing.budget.planner import Planner
 from draftwing.checks import listed
 from draftwing.errors import ConfigError, shown
-from draftwing.methods.base import MAX_NODES, Budget, Drafter
+from draftwing.methods.base import MAX_NODES, Budget, Drafter, cut_to_nodes
 from draftwing.models.context import Context
 from draftwing.sampling import Sampling
 from draftwing.tree import DraftTree
@@ -35,19 +35,6 @@ def budget_for_rule(budget: Budget, rule: Rule) -> Budget:
     if rule.chain_only and not budget.is_chain:
         raise ConfigError(f"rule {rule.name!r} takes chains, found width {budget.width}: use width 1 or 'match'")
     return replace(budget, children=rule.children)
-
-
-def cut_to_nodes(budget: Budget, max_nodes: int) -> Budget:
-    """Return ``budget`` with at most ``max_nodes`` nodes."""
-    if max_nodes == 0:
-        return Budget(0, children=budget.children)
-    if budget.paths is not None:  # keep the shallow paths, parents first
-        paths = sorted(budget.paths, key=lambda path: (len(path), path))[:max_nodes]
-        return replace(budget, paths=tuple(paths)) if len(paths) < len(budget.paths) else budget
-    depth, width = min(budget.depth, max_nodes), min(budget.width, max_nodes)
-    if width == 1:
-        return budget if depth == budget.depth else replace(budget, depth=depth, width=1, nodes=None)
-    return replace(budget, depth=depth, width=width, nodes=min(budget.nodes or max_nodes, max_nodes))
 
 
 SMALL_TREE = 2  # nodes that a request gets whatever the others use: they cost a step of a few rows little

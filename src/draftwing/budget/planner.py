@@ -36,7 +36,7 @@ from draftwing.accept import Rule, get_rule
 from draftwing.budget.acceptance import Acceptance, Ranks, reached_nodes
 from draftwing.budget.config import CONFIG
 from draftwing.budget.costs import TYPICAL, TYPICAL_GPU, Costs, LearnedCosts
-from draftwing.methods.base import Budget, Drafter
+from draftwing.methods.base import Budget, Drafter, cut_to_nodes
 from draftwing.models.context import Context, Row
 from draftwing.models.target import Target
 from draftwing.tree import Accepted, DraftTree, GrowthRule
@@ -275,11 +275,11 @@ class Planner:
             self._unlearned = []
         while self._bandit.drafted:
             self._bandit.costs.observe(*self._bandit.drafted.popleft())
-        shapes = [_limit(shape, limit) for shape in self._shapes]
+        shapes = [cut_to_nodes(shape, limit) for shape in self._shapes]
         budgets, predicted = [Budget(0), *shapes], shapes
         if self._grown is not None:
             # It is at least as fast as the best chain.
-            grown = _limit(self._grown, limit)
+            grown = cut_to_nodes(self._grown, limit)
             chains = [Budget(depth) for depth in range(1, grown.depth + 1)]
             budgets.append(replace(grown, rule=self.rule(rows)))
             predicted = [*shapes, max(chains, key=self._expected_speed)]
@@ -335,14 +335,6 @@ class Planner:
 
 def _num_nodes(budget: Budget) -> int:
     return budget.nodes or budget.depth * budget.width
-
-
-def _limit(budget: Budget, num_nodes: int) -> Budget:
-    """Return the largest budget of this kind with at most ``num_nodes``."""
-    if _num_nodes(budget) <= num_nodes:
-        return budget
-    width = min(budget.width, num_nodes)
-    return Budget(min(budget.depth, num_nodes), width, None if width == 1 else num_nodes)
 
 
 def planner_for(target: Target, drafter: Drafter, rule: str) -> Planner:

@@ -6,7 +6,7 @@ Shape suffixes: B rows, N nodes, T tokens, F features.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from types import NoneType
 from typing import Any
@@ -102,6 +102,19 @@ class Budget:
         if self.paths is not None:
             return self.paths
         return tuple((first, *[0] * rest) for rest in range(self.depth) for first in range(self.width))
+
+
+def cut_to_nodes(budget: Budget, max_nodes: int) -> Budget:
+    """Return ``budget`` with at most ``max_nodes`` nodes."""
+    if max_nodes == 0:
+        return Budget(0, children=budget.children)
+    if budget.paths is not None:  # keep the shallow paths, parents first
+        paths = sorted(budget.paths, key=lambda path: (len(path), path))[:max_nodes]
+        return replace(budget, paths=tuple(paths)) if len(paths) < len(budget.paths) else budget
+    depth, width = min(budget.depth, max_nodes), min(budget.width, max_nodes)
+    if width == 1:
+        return budget if depth == budget.depth else replace(budget, depth=depth, width=1, nodes=None)
+    return replace(budget, depth=depth, width=width, nodes=min(budget.nodes or max_nodes, max_nodes))
 
 
 def _checked_paths(given: object) -> tuple[tuple[int, ...], ...]:

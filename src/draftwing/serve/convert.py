@@ -10,9 +10,9 @@ from typing import Any
 
 from draftwing.engine import Engine
 from draftwing.errors import ConfigError, DraftwingError, SamplingError, shown
-from draftwing.limits import AtMost, cut_to_nodes
+from draftwing.limits import AtMost
 from draftwing.lm import LM
-from draftwing.methods.base import Budget
+from draftwing.methods.base import Budget, cut_to_nodes
 from draftwing.sampling import Sampling
 from draftwing.sampling_options import nth_seed
 from draftwing.serve.errors import Refusal, refusal_for
