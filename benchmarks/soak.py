@@ -163,8 +163,10 @@ def main(
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     command = [sys.executable, "-c", "from draftwing.cli.main import main; main()", "serve", "--port", str(port)]
+    # GiB of keys and values that are full after some minutes: until then memory grows, as finished texts stay.
+    kv_memory = "0.05"
     server = subprocess.Popen(
-        [*command, "--target", target, "--draft", draft, "--kv-memory", "0.25", "--max-waiting", "256"],
+        [*command, "--target", target, "--draft", draft, "--kv-memory", kv_memory, "--max-waiting", "256"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

@@ -16,6 +16,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<bot>{% endif %}"
 )
 PATIENT = 60.0  # seconds for an answer: httpx's 5 are too few on a machine with much other work
+# Making a context of TLS takes 60 ms, more than the request. A connection is for one request, as servers end here.
+HTTP = httpx.Client(verify=False, timeout=PATIENT, limits=httpx.Limits(max_keepalive_connections=0))
 TEXTS = ["def add(a, b):", "class Table:\n    def", "for row in rows: print(row)\nfor row in"]
 
 

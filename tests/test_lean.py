@@ -15,6 +15,7 @@ from draftwing.tree import PAD, Accepted, DraftTree
 
 TREE = ([5, 9, 11, 9, 3, 7, 8], [-1, 0, 0, 1, 1, 2, 5])
 PATHS = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 4], [0, 2, 5], [0, 2, 5, 6]]
+LEVELS = [[0], [1, 2], [3, 4, 5], [6]]  # the nodes of each depth
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 5000.0},
     "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
@@ -31,9 +32,10 @@ ROPES = {
 }
 
 
-def reference(model, ids):
+def reference(model, *texts):
+    """transformers' own forward of texts of the same length."""
     with torch.no_grad():
-        return model(torch.tensor([ids]), output_hidden_states=True, use_cache=False)
+        return model(torch.tensor(texts), output_hidden_states=True, use_cache=False)
 
 
 def check_trees(model, target, prompts):
@@ -49,12 +51,11 @@ def check_trees(model, target, prompts):
     tree = DraftTree.from_lists(tokens, [TREE[1]] * len(prompts))
     output = target.forward(ctx, tree)
     for row, prompt in enumerate(prompts):
-        for node, path in enumerate(PATHS):
-            ids = [*prompt[:-1], *(tokens[row][i] for i in path)]
-            expected = reference(model, ids)
-            assert torch.allclose(output.logits[row, node], expected.logits[0, -1], atol=1e-10, rtol=0)
-            want = torch.cat([expected.hidden_states[i][0, -1] for i in taps.taps])
-            assert torch.allclose(output.features[row, node], want, atol=1e-9, rtol=0)
+        for nodes in LEVELS:
+            expected = reference(model, *([*prompt[:-1], *(tokens[row][i] for i in PATHS[node])] for node in nodes))
+            assert torch.allclose(output.logits[row, nodes], expected.logits[:, -1], atol=1e-10, rtol=0)
+            want = torch.cat([expected.hidden_states[i][:, -1] for i in taps.taps], -1)
+            assert torch.allclose(output.features[row, nodes], want, atol=1e-9, rtol=0)
     kept = [PATHS[-1], PATHS[4], PATHS[0]][: len(prompts)]
     width = max(map(len, kept))
     accepted = Accepted(
@@ -74,9 +75,11 @@ def check_trees(model, target, prompts):
         assert torch.allclose(second.logits[row], expected, atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("family", [*LEAN, *FURTHER])
 @pytest.mark.parametrize(
-    "prompts", [[[3, 8, 12, 5]], [list(range(3, 23)), [4], [9, 9, 30, 31, 32]]], ids=["one", "ragged"]
+    ("family", "prompts"),
+    [(family, [[3, 8, 12, 5]]) for family in LEAN]
+    + [(family, [list(range(3, 23)), [4], [9, 9, 30, 31, 32]]) for family in (*LEAN, *FURTHER)],
+    ids=[f"{family}-one" for family in LEAN] + [f"{family}-ragged" for family in (*LEAN, *FURTHER)],
 )
 def test_logits_of_every_family(family, prompts, folder_of):
     target = LeanTarget.from_folder(folder_of(family), torch.float64)

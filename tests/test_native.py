@@ -37,7 +37,7 @@ def compiled(name: str, made: Path, *flags: str) -> subprocess.CompletedProcess[
 @pytest.fixture(scope="session")
 def sanitizer(tmp_path_factory) -> list[str]:
     """The flags of the thread sanitizer, if this compiler and this system support it."""
-    folder, flags = tmp_path_factory.mktemp("sanitizer"), ["-g", "-fsanitize=thread"]
+    folder, flags = tmp_path_factory.mktemp("sanitizer"), ["-g1", "-fsanitize=thread"]
     empty = folder / "empty.cpp"
     empty.write_text("#include <thread>\nint main() { std::thread([] {}).join(); }\n")
     made = compiled(str(empty), folder / "empty", *flags)

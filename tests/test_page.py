@@ -11,14 +11,13 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import pytest
 import uvicorn
 
 import draftwing as dw
 from conftest import add_tokenizer
 from draftwing.serve.app import Settings, make_app
-from serving import PATIENT
+from serving import HTTP
 
 PAGE = Path(dw.__file__).parent / "serve" / "page"
 AXE = Path(__file__).parent / "vendor" / "axe.min.js.gz"
@@ -137,7 +136,7 @@ def serious(page):
 def test_every_file_forbids_what_is_elsewhere(toy):
     names = ["", *(str(each.relative_to(PAGE)) for each in PAGE.rglob("*") if each.is_file())]
     for name in names:
-        found = httpx.get(f"{toy[0]}/{name}", timeout=PATIENT)
+        found = HTTP.get(f"{toy[0]}/{name}")
         policy = found.headers["content-security-policy"]
         assert found.status_code == 200
         assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy  # noqa: PT018
@@ -157,7 +156,7 @@ def test_what_is_vendored_is_small_and_has_its_licences():
 
 def test_the_state_names_what_may_be_chosen(toy):
     address, lm = toy
-    state = httpx.get(f"{address}/inspector/state", timeout=PATIENT).json()
+    state = HTTP.get(f"{address}/inspector/state").json()
     assert [draft["name"] for draft in state["drafts"]] == ["eagle3", "none"]
     assert tuple(state["drafts"][0]["taps"]) == lm.new_drafter().features.taps
     assert state["num_layers"] == lm.target.num_layers
@@ -170,10 +169,10 @@ def test_the_state_names_what_may_be_chosen(toy):
 
 
 def test_keys_guard_the_inspector(chat):
-    assert httpx.get(f"{chat}/", timeout=PATIENT).status_code == 200
+    assert HTTP.get(f"{chat}/").status_code == 200
     for path in ("state", "costs"):
-        assert httpx.get(f"{chat}/inspector/{path}", timeout=PATIENT).status_code == 401
-    assert httpx.post(f"{chat}/inspector/lesson", json={}, timeout=PATIENT).status_code == 401
+        assert HTTP.get(f"{chat}/inspector/{path}").status_code == 401
+    assert HTTP.post(f"{chat}/inspector/lesson", json={}).status_code == 401
 
 
 @pytest.mark.parametrize(
@@ -191,7 +190,7 @@ def test_keys_guard_the_inspector(chat):
 )
 def test_lessons_that_cannot_be_are_refused(toy, change, says):
     body = {"prompt": PROMPT, "token_ids": [], "draft": "eagle3", **change}
-    found = httpx.post(f"{toy[0]}/inspector/lesson", json=body, timeout=PATIENT)
+    found = HTTP.post(f"{toy[0]}/inspector/lesson", json=body)
     assert found.status_code == 400
     assert says in found.json()["error"]["message"]
 
@@ -200,10 +199,10 @@ def test_a_lesson_stands_where_its_text_stands(toy):
     address, lm = toy
     ids = lm.generate(PROMPT, max_tokens=4)[0].token_ids
     body = {"prompt": PROMPT, "token_ids": ids, "draft": "eagle3", "temperature": 0.5, "seed": 1}
-    told = httpx.post(f"{address}/inspector/lesson", json=body, timeout=PATIENT).json()
+    told = HTTP.post(f"{address}/inspector/lesson", json=body).json()
     assert told["temperature"] == 0.5
     assert told["chain"]["root"]["id"] == ids[-1]
-    plainly = httpx.post(f"{address}/inspector/lesson", json={**body, "draft": "none"}, timeout=PATIENT).json()
+    plainly = HTTP.post(f"{address}/inspector/lesson", json={**body, "draft": "none"}).json()
     assert "choose one" in plainly["why"]
 
 

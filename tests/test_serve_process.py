@@ -24,7 +24,7 @@ from conftest import refused
 from draftwing.cli.main import app as cli
 from draftwing.errors import ConfigError
 from draftwing.serve.app import ConnectionLimits, GracefulServer, Settings, bind, make_app
-from serving import PATIENT, chat_folder, load, question
+from serving import HTTP, PATIENT, chat_folder, load, question
 
 LONG = {"prompt": "def add(a, b):", "max_tokens": 700, "temperature": 0, "ignore_eos": True, "stream": True}
 
@@ -68,7 +68,7 @@ def until(condition):
 
 
 def is_up(url):
-    return httpx.get(f"{url}/health", timeout=PATIENT).status_code == 200
+    return HTTP.get(f"{url}/health").status_code == 200
 
 
 @pytest.fixture(scope="module")
@@ -110,13 +110,13 @@ def pause(served, monkeypatch):
 @pytest.mark.usefixtures("pause")
 def test_who_goes_away_leaves_nothing_behind(served):
     url, worker = served
-    with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=PATIENT) as answer:
+    with HTTP.stream("POST", f"{url}/v1/completions", json=LONG) as answer:
         next(answer.iter_lines())
         assert worker.num_open == 1
     cancelled = 'draftwing_requests_total{finished_reason="cancelled",model_name="tiny"} 1.0'
-    until(lambda: cancelled in httpx.get(f"{url}/metrics", timeout=PATIENT).text)
+    until(lambda: cancelled in HTTP.get(f"{url}/metrics").text)
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{url}/v1/completions", json={**LONG, "stream": False}, timeout=httpx.Timeout(PATIENT, read=0.2))
+        HTTP.post(f"{url}/v1/completions", json={**LONG, "stream": False}, timeout=httpx.Timeout(PATIENT, read=0.2))
     until(lambda: worker.num_open == 0)
     worker.engine.check()
 
@@ -130,13 +130,13 @@ def test_who_does_not_read_holds_nobody_up_and_others_are_told_to_wait(served, p
     lazy.sendall(head.encode() + b"\r\n\r\n" + body)
     until(lambda: worker.num_open == 1)
     short = {"prompt": "x", "max_tokens": 2, "temperature": 0}
-    with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=PATIENT) as waiting:  # one more may wait
-        refused = httpx.post(f"{url}/v1/completions", json=short, timeout=PATIENT)
+    with HTTP.stream("POST", f"{url}/v1/completions", json=LONG) as waiting:  # one more may wait
+        refused = HTTP.post(f"{url}/v1/completions", json=short)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert refused.json()["error"]["type"] == "rate_limit_error"
         waiting.close()
     pause.seconds = 0
-    assert until(lambda: httpx.post(f"{url}/v1/completions", json=short, timeout=PATIENT).status_code == 200)
+    assert until(lambda: HTTP.post(f"{url}/v1/completions", json=short).status_code == 200)
     lazy.close()
     until(lambda: worker.num_open == 0)
 
@@ -167,14 +167,14 @@ def command(folder, tmp_path, *options):
 
 def is_closed(url):
     try:
-        httpx.get(f"{url}/health", timeout=PATIENT)
+        HTTP.get(f"{url}/health")
     except httpx.TransportError:
         return True
     return False
 
 
 def is_draining(url):
-    answer = httpx.get(f"{url}/health", timeout=PATIENT)
+    answer = HTTP.get(f"{url}/health")
     return answer.status_code == 503 and answer.json()["status"] == "draining"
 
 
@@ -183,7 +183,7 @@ def test_sigterm_finishes_what_is_here_and_refuses_what_is_new(folder, tmp_path)
     with command(folder, tmp_path) as (process, url, keys, hold, hold_chats), ThreadPoolExecutor(4) as pool:
         hold.touch()
         hold_chats.touch()
-        assert httpx.get(f"{url}/v1/models", timeout=PATIENT).status_code == 401
+        assert HTTP.get(f"{url}/v1/models").status_code == 401
         body = json.dumps({"messages": question("x"), "max_tokens": 2, "ignore_eos": True}).encode()
         go_on = threading.Event()
 
@@ -194,13 +194,13 @@ def test_sigterm_finishes_what_is_here_and_refuses_what_is_new(folder, tmp_path)
 
         def post(content):
             headers = {**keys, "content-type": "application/json"}
-            return httpx.post(f"{url}/v1/chat/completions", content=content, headers=headers, timeout=PATIENT)
+            return HTTP.post(f"{url}/v1/chat/completions", content=content, headers=headers)
 
-        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, headers=keys, timeout=PATIENT) as answer:
+        with HTTP.stream("POST", f"{url}/v1/completions", json=LONG, headers=keys) as answer:
             lines = answer.iter_lines()
             next(lines)
             answers = [pool.submit(post, content) for content in (body, body, body, pieces())]
-            until(lambda: httpx.get(f"{url}/health", timeout=PATIENT).json()["open_requests"] == 5)
+            until(lambda: HTTP.get(f"{url}/health").json()["open_requests"] == 5)
             process.send_signal(signal.SIGTERM)
             until(lambda: is_draining(url))
             assert post(body).status_code == 503
@@ -217,7 +217,7 @@ def test_sigterm_finishes_what_is_here_and_refuses_what_is_new(folder, tmp_path)
 def test_patience_ends(folder, tmp_path):
     with command(folder, tmp_path, "--patience", "0") as (process, url, keys, hold, _):
         hold.touch()
-        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, headers=keys, timeout=PATIENT) as answer:
+        with HTTP.stream("POST", f"{url}/v1/completions", json=LONG, headers=keys) as answer:
             lines = answer.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
