@@ -39,7 +39,7 @@ from draftwing.noise import AcceptArgs
 from draftwing.readout import add_laws, explain, get_logprobs, read_emitted
 from draftwing.request import Request
 from draftwing.runtime.forward import PREFILL_CHUNK
-from draftwing.runtime.graphs import num_recorded
+from draftwing.runtime.graphs import RECORDED
 from draftwing.runtime.tree_builder import prune_by_rule
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.stats import RowStep, Step, Timings
@@ -461,7 +461,7 @@ class Decoder:
             if self._changing or self._needs_drafter or not self.running:
                 self._prepare()
             ctx, sampling, start = self.ctx, self._batch or self._new_batch(), time.perf_counter()
-            recorded = num_recorded()
+            num_recorded = RECORDED.num
             planner, budget, revise = self._plan()
             planned = time.perf_counter()
 
@@ -484,7 +484,7 @@ class Decoder:
                 rows = add_laws(rows, tree, sampling.filtered(self._adjusted(result)), sampling)
             if planner is not None:
                 num_tokens = sum([len(row.token_ids) for row in rows])
-                seconds = time.perf_counter() - start if num_recorded() == recorded else None
+                seconds = time.perf_counter() - start if RECORDED.num == num_recorded else None
                 planner.observe(tree, accepted, num_tokens, seconds, draft_s)
             host_s = planned - start + time.perf_counter() - committed
             timings = Timings(draft_s, verify_s, decided - verified, committed - decided, host_s)

@@ -38,22 +38,17 @@ Outputs = tuple[Tensor, ...]
 T = TypeVar("T")
 
 
-class _Recorded(threading.local):
-    count = 0
-
-
-_recorded = _Recorded()
-
-
-def num_recorded() -> int:
+class RecordingCount(threading.local):
     """The number of recordings that this thread has made: a step with one takes as long as many others."""
-    return _recorded.count
+
+    num = 0
+
+
+RECORDED = RecordingCount()
 
 
 class Record(Protocol):
     """Records a function, maybe by several runs, and returns one that replays it into the same tensors."""
-
-    num_recorded: int
 
     def __call__(self, function: Callable[[], Outputs]) -> Callable[[], Outputs]: ...
 
@@ -64,11 +59,9 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._first: torch.cuda.CUDAGraph | None = None  # a pool ends with its last graph: this one stays
-        self.num_recorded = 0
 
     def __call__(self, function: Callable[[], Outputs]) -> Callable[[], Outputs]:
         """See ``Record``. A function that cannot be captured runs eagerly instead, and a warning says why."""
-        self.num_recorded += 1
         with torch.cuda.device(self._device):
             stream, current = torch.cuda.Stream(self._device), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
             stream.wait_stream(current)
@@ -125,7 +118,7 @@ class Recording(Generic[T]):
         """Outputs for the current inputs, valid until the next run of any recording of the same ``Record``."""
         if self.replay is None:
             self.replay = self.record(self.function)
-            _recorded.count += 1
+            RECORDED.num += 1
         return self.replay()
 
 
