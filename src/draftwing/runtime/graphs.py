@@ -242,7 +242,7 @@ class RecordedRunner(EagerRunner):
         width = round_up_slots(last_slot, self.cache)
         key = (rows, length, width)
         recording = self._prompts.get(key, lambda: self._prompt(rows, length, width))
-        prompt, device = recording.inputs, self.net.device
+        prompt, device = recording.inputs, self.device
         numbers = [[entries.first_row + row, start] for row, start in enumerate(entries.lengths)]
         prompt.numbers.copy_(on_device(numbers, device))
         prompt.tokens[:, :count].copy_(entries.tokens)
@@ -252,10 +252,10 @@ class RecordedRunner(EagerRunner):
         return outputs[0][:, :count].clone() if outputs else None
 
     def _prompt(self, rows: int, length: int, width: int) -> tuple[_Prompt, Callable[[], Outputs]]:
-        tokens = torch.zeros(rows, length, dtype=torch.int64, device=self.net.device)
+        tokens = torch.zeros(rows, length, dtype=torch.int64, device=self.device)
         size, states = self.net.shape.state_width or self.net.shape.feature_width, None
         if size:
-            states = torch.zeros(rows, length, size, dtype=self.net.dtype, device=self.net.device)
+            states = torch.zeros(rows, length, size, dtype=self.net.dtype, device=self.device)
         prompt = _Prompt(torch.zeros_like(tokens[:, :2]), tokens, states, self.net.rotary.table(width))
 
         def run() -> Outputs:
@@ -298,8 +298,8 @@ class RecordedRunner(EagerRunner):
         return logits[:rows, :fresh], out[0][:rows, :fresh] if out else None, paths
 
     def _bucket(self, rows: int, nodes: int, width: int, first_node: int) -> tuple[_Bucket, Callable[[], Outputs]]:
-        tokens = torch.full((rows, nodes), PAD, dtype=torch.int64, device=self.net.device)
-        lengths = torch.zeros(rows, dtype=torch.int64, device=self.net.device)
+        tokens = torch.full((rows, nodes), PAD, dtype=torch.int64, device=self.device)
+        lengths = torch.zeros(rows, dtype=torch.int64, device=self.device)
         bucket = _Bucket(tokens, torch.full_like(tokens, -1), lengths, self.net.rotary.table(width))
 
         def run() -> Outputs:
