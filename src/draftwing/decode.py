@@ -502,11 +502,13 @@ class Decoder:
 
     def _new_batch(self) -> SamplingBatch:
         """The sampling of the rows, after some joined or left."""
-        eos_ids, vocab_size = self.target.eos_ids, self.target.vocab_size
-        self._wanted = RowBudgets.of([request.speculation for request in self.running])
-        self._max_tokens = [request.sampling.max_tokens for request in self.running]
-        self._masks = Masks(self.running, vocab_size, eos_ids, prunes=self.rule.children in ("keyed", "top")) or None
-        self._batch = SamplingBatch([request.sampling for request in self.running], self._noise, self.target.device)
+        target, running, prunes = self.target, self.running, self.rule.children in ("keyed", "top")
+        budgets = [request.speculation for request in running]
+        self._wanted = RowBudgets(budgets) if any(budget is not None for budget in budgets) else None
+        is_masked = any(request.constraint is not None or request.sampling.min_tokens for request in running)
+        self._masks = Masks(running, target.vocab_size, target.eos_ids, prunes=prunes) if is_masked else None
+        self._max_tokens = [request.sampling.max_tokens for request in running]
+        self._batch = SamplingBatch([request.sampling for request in running], self._noise, target.device)
         return self._batch
 
     def _plan(self) -> tuple[Planner | None, Budget, Callable[[DraftTree], DraftTree] | None]:
