@@ -229,10 +229,14 @@ class KernelRunner(Runner):
 
     def draft(self, request: DraftRequest, verify: VerifyRequest | None = None) -> Drafted:
         """See ``Runner.draft``: in one call, if the kernel can grow such trees."""
-        limits = request.kernel_limits() if self._drafts_trees else None
-        if limits is None:
+        budget, has_noise = request.budget, request.sampling.noise.handle is not None
+        depth, width, max_nodes = budget.depth, budget.width, budget.depth if budget.width == 1 else budget.nodes
+        if budget.rule is not None and max_nodes is not None:
+            depth, max_nodes = min(depth, budget.rule.max_depth), min(max_nodes, budget.rule.max_nodes)
+        can_grow = self._drafts_trees and has_noise and not budget.paths and budget.children in ("keyed", "top")
+        if not can_grow or max_nodes is None or depth < 1:
             return super().draft(request)
-        (depth, max_nodes), width, arrays = limits, request.budget.width, KernelArgs()
+        arrays = KernelArgs()
         rows, entries, program = len(request.tokens), max(map(len, request.tokens)), self._built.program
         levels, unread = self._draft_batches(request, depth, arrays)
         draft = self._draft_args(request, depth, max_nodes, arrays)

@@ -95,16 +95,6 @@ class DraftRequest:
             return replace(self, budget=replace(budget, depth=depth))
         return replace(self, budget=replace(budget, paths=tuple(path for path in budget.paths if len(path) <= depth)))
 
-    def kernel_limits(self) -> tuple[int, int] | None:
-        """Most levels and most nodes, if the CPU kernel can grow these trees in one call; else None."""
-        budget, has_noise = self.budget, self.sampling.noise.handle is not None
-        depth, nodes = budget.depth, budget.depth if budget.width == 1 else budget.nodes
-        if budget.paths or budget.children not in ("keyed", "top") or nodes is None or not has_noise:
-            return None
-        if budget.rule is not None:
-            depth, nodes = min(depth, budget.rule.max_depth), min(nodes, budget.rule.max_nodes)
-        return (depth, nodes) if depth >= 1 else None
-
     def builder(self) -> TreeBuilder:
         """To grow the trees level by level."""
         history = self.ctx.history() if self.sampling.penalises else None
