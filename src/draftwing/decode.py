@@ -43,7 +43,7 @@ from draftwing.runtime.graphs import RECORDED
 from draftwing.runtime.tree_builder import prune_by_rule
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.stats import RowStep, Step, Timings
-from draftwing.torch_utils import inference, joined
+from draftwing.torch_utils import joined
 from draftwing.tree import Accepted, DraftTree, Emitted
 
 MAX_ROWS = 256  # with kv_memory, if no number is given
@@ -341,7 +341,6 @@ class Decoder:
             return False
         return self._planner.skips(request.sampling.temperature)
 
-    @inference
     def read_on(self, prefill: Prefill, max_tokens: float = PREFILL_CHUNK) -> bool:
         """Read up to ``max_tokens`` further tokens, or all of them without pages.
 
@@ -351,7 +350,7 @@ class Decoder:
         Raises:
             SlotsExhausted: there are not enough pages; nothing has changed.
         """
-        with self._turn:
+        with self._turn, torch.inference_mode():
             self.recover()
             pages, row, index = self.pages, prefill.row, self.ctx.num_rows
             if prefill.generation != self.generation:
