@@ -27,7 +27,7 @@ from draftwing.cpu.program import Program, TracedAttention, TracedIds, Workspace
 from draftwing.errors import ConfigError
 from draftwing.models.cache import KVCache
 from draftwing.noise import AcceptArgs
-from draftwing.runtime.forward import Entries, Net, Runner, pick
+from draftwing.runtime.forward import Entries, Net, Outputs, Runner, pick
 from draftwing.runtime.tree_builder import Drafted, DraftRequest, Verified, VerifyRequest
 from draftwing.torch_utils import filled
 from draftwing.tree import PAD, DraftTree
@@ -134,12 +134,6 @@ class KernelRunner(Runner):
 
     # --- forwards --------------------------------------------------------------------------------------------------
 
-    def forward(
-        self, entries: Entries, *, want_logits: bool = True, last: Tensor | None = None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        outputs = self._run(entries, want_logits=want_logits)
-        return outputs if last is None or entries.tokens.shape[1] == 1 else pick(outputs, last)
-
     def verify(
         self,
         tree: DraftTree,
@@ -148,17 +142,23 @@ class KernelRunner(Runner):
         accept: AcceptArgs | None = None,
     ) -> Verified:
         result = None if accept is None else self._accept_result(accept, tree.num_rows, tree.num_nodes)
-        logits, out = self._run(Entries(tree, lengths, prompt_lengths=prompt_lengths), accept=result)
+        logits, out = self.forward(Entries(tree, lengths, prompt_lengths=prompt_lengths), accept=result)
         assert logits is not None
         return Verified(logits, out, tree, None if result is None else result.read())
 
-    def _run(
-        self, entries: Entries, *, want_logits: bool = True, accept: AcceptResult | None = None
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def forward(
+        self,
+        entries: Entries,
+        *,
+        want_logits: bool = True,
+        last: Tensor | None = None,
+        accept: AcceptResult | None = None,
+    ) -> Outputs:
+        """See ``Runner.forward``; ``accept`` applies ``accept.match`` to the trees, and commits the kept nodes."""
         built, shape, tree, batch = self._built, self._shape, entries.tree, self._space.batch
         tokens, first_row, arrays = entries.tokens, entries.first_row, KernelArgs()
         rows, nodes = tokens.shape
-        self._make_room(first_row + rows, entries.upto)
+        self.reserve(first_row + rows, entries.upto)
         table = self.cache.table
         if table is not None:
             table.hold(first_row, entries.lengths, tree.num_nodes)
@@ -187,7 +187,8 @@ class KernelRunner(Runner):
         num_ops = None if want_logits else built.num_hidden
         args = None if accept is None else accept.args
         self._space.run(rows, nodes, given, first_op=built.num_fuse, num_ops=num_ops, accept=args)
-        return given[built.logits] if want_logits else None, out
+        outputs = given[built.logits] if want_logits else None, out
+        return outputs if last is None or nodes == 1 else pick(outputs, last)
 
     def fuse(self, features: Tensor) -> Tensor:
         built = self._built
@@ -206,16 +207,11 @@ class KernelRunner(Runner):
         shape = *shape, self._shape.vocab_size
         return filled(shape, -torch.inf) if self._shape.is_sparse else torch.empty(shape)
 
-    def _make_room(self, num_rows: int, num_slots: int) -> None:
-        """``reserve`` if there is less room, or another runner has moved the slots."""
-        if num_rows > self._reserved[0] or num_slots > self._reserved[1] or self.cache.data is not self._data:
-            self.reserve(num_rows, num_slots)
-
     def reserve(self, num_rows: int, num_slots: int) -> None:
-        """See ``Runner.reserve``. Updates the fields that depend on the address of the slots."""
-        super().reserve(num_rows, num_slots)
-        if self.cache.data is self._data:
+        """See ``Runner.reserve``. Updates the fields that depend on the address of the slots if these have moved."""
+        if self.cache.data is self._data and num_rows <= self._reserved[0] and num_slots <= self._reserved[1]:
             return
+        self.cache.reserve(num_rows, num_slots)
         self._data = self.cache.data
         self._reserved = self.cache.num_rows, self.cache.num_slots
         batch, rotary = self._space.batch, self.net.rotary
@@ -276,7 +272,7 @@ class KernelRunner(Runner):
         """The batch of a level, and that of the unread entries."""
         built, rows, batch, width = self._built, len(request.tokens), self._space.batch, request.budget.width
         entries, tree_slots, table = max(map(len, request.tokens)), 1 + depth * width, self.cache.table
-        self._make_room(rows, max(max(request.root_slots) + tree_slots, max(request.lengths) + entries))
+        self.reserve(rows, max(max(request.root_slots) + tree_slots, max(request.lengths) + entries))
         if table is not None:
             ends = [length + len(ids) for length, ids in zip(request.lengths, request.tokens, strict=True)]
             table.hold(0, ends, 0)
@@ -357,7 +353,7 @@ class KernelRunner(Runner):
         None if the rotations depend on more than the lengths, or the largest trees need more pages than are free.
         """
         began, rows, table, built = time.perf_counter(), len(request.lengths), self.cache.table, self._built
-        self._make_room(rows, max(request.lengths) + nodes)
+        self.reserve(rows, max(request.lengths) + nodes)
         if self._rotation is None or self._shape.is_sparse:
             return None
         batch, args = self._space.batch, self._verify_args
