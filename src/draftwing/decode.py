@@ -376,8 +376,8 @@ class Decoder:
             finally:
                 if pages is not None and len(pages.rows) > self.ctx.num_rows:
                     pages.detach(index)
-            if is_last:
-                self._remember(index)
+            if is_last and pages is not None:
+                self._remember(pages, index)
             return is_last
 
     def drop(self, prefill: Prefill) -> None:
@@ -412,7 +412,8 @@ class Decoder:
         with self._turn:
             self.recover()
             index = self.running.index(request)
-            self._remember(index)
+            if self.pages is not None:
+                self._remember(self.pages, index)
             self._changing = True
             self._remove(index)
             self._changing = False
@@ -677,21 +678,21 @@ class Decoder:
         for index in range(len(self.running) - 1, -1, -1):
             request = self.running[index]
             if request.finish_reason is not None:
-                if request.error is None:
-                    self._remember(index)
+                if self.pages is not None and request.error is None:
+                    self._remember(self.pages, index)
                 elif self.pages is not None:
                     self.pages.prefixes.drop(self.pages.rows[index])
                 self._remove(index)
 
-    def _remember(self, index: int) -> None:
+    def _remember(self, pages: PageTable, index: int) -> None:
         """Keep the final pages of a row for requests with the same prefix."""
-        if self.pages is None or not self.shares_prefixes:
+        if not self.shares_prefixes:
             return
         row = self.ctx.rows[index]
         num_valid = min(row.length, len(row.tokens) - 1)
         if self.drafter.resumes:
             num_valid = min(num_valid, self.drafter.num_read[index])
-        self.pages.prefixes.remember(row.tokens, self.pages.rows[index], num_valid)
+        pages.prefixes.remember(row.tokens, pages.rows[index], num_valid)
 
     def _rebuild(self) -> None:
         """Make the rows of target and drafter again for all running requests, with a fresh drafter."""
@@ -701,12 +702,13 @@ class Decoder:
                 f"trusted: admit the requests to a new Decoder, or give it a function that makes the drafter"
             )
         self.generation += 1
-        if self.pages is None:
-            self._rebuild_rows(self._new_drafter)
-        else:
-            self.pages.restart()
-            with self.pages.making():
+        with torch.inference_mode():
+            if self.pages is None:
                 self._rebuild_rows(self._new_drafter)
+            else:
+                self.pages.restart()
+                with self.pages.making():
+                    self._rebuild_rows(self._new_drafter)
 
     def _rebuild_rows(self, new_drafter: Callable[[], Drafter]) -> None:
         try:

@@ -362,7 +362,9 @@ class Engine:
         while self._waiting:
             request = self._waiting.first()
             if request.finish_reason is None and request not in decoder.running:
-                if len(decoder.running) >= self._max_batch or not self._fits(request):
+                if len(decoder.running) >= self._max_batch:
+                    return False
+                if decoder.pages is not None and decoder.running and not self._fits(decoder.pages, request):
                     return False
                 self.prefill = decoder.begin(request)
                 self._waiting.drop(request)  # only now: an interrupt must not lose it
@@ -415,11 +417,9 @@ class Engine:
         end = min(len(request.prompt_ids) + request.sampling.max_tokens, self.decoder.target.max_length)
         return pages_of(written + math.ceil((1 - self._optimism) * max(end - written, 0)) + tree)
 
-    def _fits(self, request: Request) -> bool:
+    def _fits(self, pages: PageTable, request: Request) -> bool:
         """True if there are the pages that all requests, including this one, will probably need."""
-        decoder, pages = self.decoder, self.decoder.pages
-        if pages is None or not decoder.running:
-            return True
+        decoder = self.decoder
         tree = self._tree_slots(request)
         expected = self._num_expected(request, tree) + sum(
             max(self._num_expected(running, tree) - len(held), 0)

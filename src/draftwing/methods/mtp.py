@@ -281,7 +281,6 @@ class ChainDrafter(EagleDrafter):
         self._left = torch.zeros(0, len(parts), self.net.shape.state_width, dtype=self._dtype, device=self.net.device)
         self._next_left: Tensor | None = None
 
-    @inference
     def read_on(self, ctx: Context, row: Row, features: Tensor | None, stop: int) -> None:
         """Feed a whole prompt to every module: each has one entry less than the one before."""
         assert features is not None

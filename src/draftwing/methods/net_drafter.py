@@ -153,7 +153,6 @@ class EagleDrafter(NetDrafter):
     def num_read(self) -> list[int]:
         return list(self._fed)
 
-    @inference
     def read_on(self, ctx: Context, row: Row, features: Tensor | None, stop: int) -> None:
         assert features is not None
         tokens = row.tokens[row.resumed + self._shift : stop + self._shift]

@@ -632,15 +632,14 @@ class LeanTarget(Target):
         self.check_prompt(prompt_ids)
         ids = list(prompt_ids)
         row = Row(ids, len(ids) - 1, prompt_length or len(ids))
-        features = self.read(ctx, row, 0, row.length)
+        features = self.read(own_context(ctx, LeanContext), row, 0, row.length)
         ctx.rows.append(row)
         return features
 
-    @inference
     def read(self, ctx: Context, row: Row, start: int, stop: int) -> Tensor | None:
-        ctx = own_context(ctx, LeanContext)
-        ids, prompt, width = row.tokens[start:stop], row.prompt_length, ctx.runner.net.shape.out_width
-        features = ctx.runner.prefill(ctx.num_rows, ids, prompt_length=prompt, start=start)
+        runner, ids = cast(LeanContext, ctx).runner, row.tokens[start:stop]
+        width = runner.net.shape.out_width
+        features = runner.prefill(len(ctx.rows), ids, prompt_length=row.prompt_length, start=start)
         if features is None and width:
             return torch.zeros(1, 0, width, dtype=self.net.dtype, device=self.device)
         return features

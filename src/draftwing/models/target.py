@@ -143,7 +143,7 @@ class Target(ABC):
     def read(self, ctx: Context, row: Row, start: int, stop: int) -> Tensor | None:
         """Read the tokens from ``start`` to before ``stop`` of a row that will be added to the context.
 
-        Earlier tokens must have been read into the same slots.
+        Earlier tokens must have been read into the same slots. Call it in inference mode.
 
         Returns:
             (1, stop - start, F) features if the context requests them, else None.
