@@ -352,7 +352,7 @@ class Decoder:
         """
         with self._turn, torch.inference_mode():
             self.recover()
-            pages, row, index = self.pages, prefill.row, self.ctx.num_rows
+            pages, row, index = self.pages, prefill.row, len(self.ctx.rows)
             if prefill.generation != self.generation:
                 prefill.restart(self.generation)
             stop = row.length if pages is None else int(min(prefill.done + max_tokens, row.length))
@@ -374,7 +374,7 @@ class Decoder:
                 self._changing = False
                 raise
             finally:
-                if pages is not None and len(pages.rows) > self.ctx.num_rows:
+                if pages is not None and len(pages.rows) > len(self.ctx.rows):
                     pages.detach(index)
             if is_last and pages is not None:
                 self._remember(pages, index)

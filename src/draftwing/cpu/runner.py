@@ -172,7 +172,9 @@ class KernelRunner(Runner):
         batch.first_node, batch.tree_nodes = entries.first_node, tree.num_nodes
         batch.parents, batch.tokens = arrays.tensor(tree.parents.contiguous()), arrays.tensor(tokens.contiguous())
         batch.lengths = arrays.numbers("q", entries.lengths)
-        arrays.set_view(batch, entries.view, entries.watched)
+        batch.view = batch.watch = None
+        if entries.view is not None or entries.watched is not None:
+            arrays.set_view(batch, entries.view, entries.watched)
         given, out = {}, None
         if entries.states is not None:
             states = given[built.states] = entries.states.contiguous()

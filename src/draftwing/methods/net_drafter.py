@@ -135,7 +135,6 @@ class EagleDrafter(NetDrafter):
         self._unread = PendingFeatures()
         self._read: list[int] | None = None  # entries of each row once the current step counts; it may be undone
 
-    @inference
     def admit(self, ctx: Context, features: Tensor | None) -> None:
         """Feed the prompt's entries except the last, the root of the first tree."""
         if features is None:
@@ -145,7 +144,7 @@ class EagleDrafter(NetDrafter):
         row, features = ctx.rows[-1], features.to(self._dtype)
         fed = row.resumed + max(features.shape[1] - 1, 0)
         self.read_on(ctx, row, features[:, : fed - row.resumed], fed)
-        self._unread.admit(features[:, -1:], ctx.lengths[:-1])
+        self._unread.admit(features[:, -1:], [row.length for row in ctx.rows[:-1]])
         self._fed.append(fed)
         self._read = None
 
