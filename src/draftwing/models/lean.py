@@ -52,9 +52,9 @@ from draftwing.models.rope import LayeredRotary, Rotary
 from draftwing.models.target import Target
 from draftwing.models.weights import Stored, Weights, check_finite, expand_mxfp4
 from draftwing.noise import AcceptArgs
-from draftwing.runtime.choose import record_with, runtime_for
-from draftwing.runtime.forward import PREFILL_CHUNK, Entries, NetShape, Runner, Runtime, score
-from draftwing.runtime.graphs import Record
+from draftwing.runtime.choose import runtime_for
+from draftwing.runtime.forward import PREFILL_CHUNK, Entries, NetShape, Runner, Runtime, TorchRuntime, score
+from draftwing.runtime.graphs import GraphRuntime, Record
 from draftwing.runtime.tree_builder import Drafted, DraftRequest, VerifyRequest
 from draftwing.sampling import SamplingBatch
 from draftwing.torch_utils import inference
@@ -613,7 +613,8 @@ class LeanTarget(Target):
 
         No effect on mixtures of experts, which wait for the device, and on the CPU kernel.
         """
-        self.runs = record_with(self.runs, record, is_dense=self.config.moe is None)
+        if self.runs.name != "kernel":
+            self.runs = TorchRuntime() if record is None or self.config.moe is not None else GraphRuntime(record)
 
     def _tapped(self, taps: tuple[int, ...]) -> TappedNet:
         if not self.has_layers:
