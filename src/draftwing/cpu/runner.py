@@ -26,9 +26,10 @@ from draftwing.cpu.library import Kernel
 from draftwing.cpu.program import Program, TracedAttention, TracedIds, Workspace
 from draftwing.errors import ConfigError
 from draftwing.models.cache import KVCache
+from draftwing.models.context import TargetOutput
 from draftwing.noise import AcceptArgs
 from draftwing.runtime.forward import Entries, Net, Outputs, Runner, pick
-from draftwing.runtime.tree_builder import Drafted, DraftRequest, Verified, VerifyRequest
+from draftwing.runtime.tree_builder import Drafted, DraftRequest, VerifyRequest
 from draftwing.torch_utils import filled
 from draftwing.tree import PAD, DraftTree
 
@@ -92,7 +93,7 @@ class FusedStep:
     result: AcceptResult
     prepare_seconds: float
 
-    def read(self, tree: DraftTree) -> Verified:
+    def read(self, tree: DraftTree) -> TargetOutput:
         """The result for the drafted trees; its seconds include the preparation and this call."""
         began = time.perf_counter()
         rows, nodes = tree.tokens.shape
@@ -101,7 +102,8 @@ class FusedStep:
         )
         assert logits is not None
         accepted, seconds = self.result.read(nodes), self.args.seconds + self.prepare_seconds
-        return Verified(logits, out, tree, accepted, seconds + time.perf_counter() - began)
+        seconds += time.perf_counter() - began
+        return TargetOutput(logits, out, tree, accepted=accepted, seconds=seconds)
 
 
 class KernelRunner(Runner):
@@ -140,11 +142,11 @@ class KernelRunner(Runner):
         lengths: Sequence[int],
         prompt_lengths: Sequence[int] | None = None,
         accept: AcceptArgs | None = None,
-    ) -> Verified:
+    ) -> TargetOutput:
         result = None if accept is None else self._accept_result(accept, tree.num_rows, tree.num_nodes)
         logits, out = self.forward(Entries(tree, lengths, prompt_lengths=prompt_lengths), accept=result)
         assert logits is not None
-        return Verified(logits, out, tree, None if result is None else result.read())
+        return TargetOutput(logits, out, tree, accepted=None if result is None else result.read())
 
     def forward(
         self,

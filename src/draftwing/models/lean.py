@@ -664,8 +664,7 @@ class LeanTarget(Target):
     @inference
     def forward(self, ctx: Context, tree: DraftTree, accept: AcceptArgs | None = None) -> TargetOutput:
         runner, prompts = own_context(ctx, LeanContext).runner, [row.prompt_length for row in ctx.rows]
-        verified = runner.verify(tree, ctx.lengths, prompts, accept)
-        return TargetOutput(verified.logits, verified.out, verified.tree, runner.keeps_outputs, verified.accepted)
+        return runner.verify(tree, ctx.lengths, prompts, accept)
 
     @torch.no_grad()
     def score(self, ids: Tensor, features: FeatureSpec = NO_FEATURES) -> TargetOutput:

@@ -184,8 +184,7 @@ class Target(ABC):
         tree = drafted.tree if revise is None else revise(drafted.tree)
         drafted_at, verified = time.perf_counter(), drafted.verified
         if verified is not None and verified.tree is tree:
-            output = TargetOutput(verified.logits, verified.out, tree, True, verified.accepted)
-            return StepResult(tree, output, drafted_at - start - verified.seconds, verified.seconds)
+            return StepResult(tree, verified, drafted_at - start - verified.seconds, verified.seconds)
         events += [record_event(device)] if events else []
         if drafted.resume is not None and tree is drafted.tree and not ctx.features.taps:
             output = TargetOutput(drafted.resume(), None, tree)

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from draftwing.models.attention import CausalAttention, TreeSlots, attention_over
 from draftwing.models.cache import KEY_BLOCK, KVCache, View, round_up
+from draftwing.models.context import TargetOutput
 from draftwing.models.linear import MIN_ROWS
 from draftwing.models.paged import new_cache
 from draftwing.models.rope import LayeredRotary, Rotary
 from draftwing.noise import AcceptArgs
-from draftwing.runtime.tree_builder import Drafted, DraftRequest, Verified, VerifyRequest
+from draftwing.runtime.tree_builder import Drafted, DraftRequest, VerifyRequest
 from draftwing.torch_utils import joined, on_device
 from draftwing.tree import PAD, DraftTree
 
@@ -144,7 +145,7 @@ class Runner(ABC):
         lengths: Sequence[int],
         prompt_lengths: Sequence[int] | None = None,
         accept: AcceptArgs | None = None,
-    ) -> Verified:
+    ) -> TargetOutput:
         """Run whole trees of a target, whose rows have ``lengths`` (B,) committed KV slots.
 
         Args:
@@ -152,7 +153,7 @@ class Runner(ABC):
         """
         logits, out = self.forward(Entries(tree, lengths, prompt_lengths=prompt_lengths))
         assert logits is not None
-        return Verified(logits, out, tree)
+        return TargetOutput(logits, out, tree, self.keeps_outputs)
 
     def draft(self, request: DraftRequest, verify: VerifyRequest | None = None) -> Drafted:
         """Read the unread entries and grow a tree below the last one of every row, and verify it if this runner can."""

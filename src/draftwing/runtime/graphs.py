@@ -23,10 +23,11 @@ from torch import Tensor
 from draftwing.errors import DraftwingWarning
 from draftwing.models import gpu
 from draftwing.models.cache import KVCache
+from draftwing.models.context import TargetOutput
 from draftwing.models.paged import makes_pages
 from draftwing.noise import AcceptArgs
 from draftwing.runtime.forward import PREFILL_CHUNK, EagerRunner, Entries, Net, pick
-from draftwing.runtime.tree_builder import Drafted, DraftRequest, TreeBuilder, Verified, VerifyRequest
+from draftwing.runtime.tree_builder import Drafted, DraftRequest, TreeBuilder, VerifyRequest
 from draftwing.sampling import SamplingBatch
 from draftwing.torch_utils import on_device
 from draftwing.tree import PAD, DraftTree
@@ -272,10 +273,10 @@ class RecordedRunner(EagerRunner):
         lengths: Sequence[int],
         prompt_lengths: Sequence[int] | None = None,
         accept: AcceptArgs | None = None,
-    ) -> Verified:
+    ) -> TargetOutput:
         """See ``Runner.verify``. Acceptance reads the paths that the forward has computed."""
         logits, out, paths = self._replay(Entries(tree, lengths))
-        return Verified(logits, out, tree if tree.is_line else replace(tree, paths=paths))
+        return TargetOutput(logits, out, tree if tree.is_line else replace(tree, paths=paths), self.keeps_outputs)
 
     def _replay(self, entries: Entries) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor]]:
         """Logits and second output of the new nodes, and ``DraftTree.paths`` of all nodes."""

@@ -31,11 +31,11 @@ from torch import Tensor
 from draftwing.methods.base import Budget
 from draftwing.methods.calibration import Calibration
 from draftwing.models.cache import View
-from draftwing.models.context import Context
+from draftwing.models.context import Context, TargetOutput
 from draftwing.noise import DRAFT, AcceptArgs, gumbel, hash_bits
 from draftwing.sampling import History, SamplingBatch
 from draftwing.torch_utils import on_device
-from draftwing.tree import PAD, Accepted, DraftTree, GrowthRule
+from draftwing.tree import PAD, DraftTree, GrowthRule
 
 DEFAULT = Calibration()
 UNKNOWN_PROB = 0.5  # for nodes of drafters that give no probability: the acceptance rate of their depth decides
@@ -115,16 +115,6 @@ class VerifyRequest(NamedTuple):
     accept: AcceptArgs
 
 
-class Verified(NamedTuple):
-    """One target forward over whole trees."""
-
-    logits: Tensor  # (B, N, V)
-    out: Tensor | None  # (B, N, F) features, or None. With ``accepted``, those of the kept nodes in path order.
-    tree: DraftTree  # the trees, with ``DraftTree.paths`` if the forward computed them
-    accepted: Accepted | None = None  # the kept nodes, if the runner has already committed them
-    seconds: float = 0.0  # duration, if the verification was part of the call that drafted
-
-
 class Drafted(NamedTuple):
     """Finished trees."""
 
@@ -135,7 +125,8 @@ class Drafted(NamedTuple):
     num_levels: int = 0  # levels below the root that the network ran
     # (B, at most N, H) of a chain: second output of a network that reads tokens alone, for the nodes it ran
     states: Tensor | None = None
-    verified: Verified | None = None  # the forward of ``tree``, if a ``VerifyRequest`` could be served in the same call
+    # the target's forward of ``tree``, if a ``VerifyRequest`` could be served in the same call
+    verified: TargetOutput | None = None
     # finishes the target's forward of ``tree``, part of which drafting has run: returns (B, N, V) logits
     resume: Callable[[], Tensor] | None = None
 
