@@ -1,5 +1,6 @@
 """Models of transformers as a target: trees, features and commits, and models that do not support trees."""
 
+import sys
 import warnings
 from contextlib import contextmanager
 from dataclasses import replace
@@ -8,9 +9,9 @@ import pytest
 import torch
 import transformers
 
-from conftest import FAMILIES, SMALL, refused
+from conftest import FAMILIES, SMALL, add_tokenizer, refused
 from draftwing.decode import Decoder
-from draftwing.errors import CheckpointError, DraftwingWarning, UnsupportedError
+from draftwing.errors import CheckpointError, DraftwingWarning, TokenizerError, UnsupportedError
 from draftwing.loading import load_target
 from draftwing.methods.base import Budget, NoDrafter
 from draftwing.methods.lookup import LookupDrafter
@@ -18,6 +19,7 @@ from draftwing.models.adapter import AdapterTarget
 from draftwing.models.context import FeatureSpec
 from draftwing.models.lean import LeanTarget
 from draftwing.sampling import Sampling
+from draftwing.text.tokenizer import Tokenizer
 from draftwing.tree import Accepted, DraftTree
 
 VOCAB = SMALL["vocab_size"]
@@ -349,6 +351,14 @@ def test_folders_that_cannot_be_loaded(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "none_such"}')
     with refused(CheckpointError, "none_such", "your version of transformers"):
         load_target(tmp_path)
+
+
+def test_a_broken_transformers_is_one_of_our_errors(folder_of, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)  # its import now fails
+    with refused(CheckpointError, "transformers cannot load this model", "transformers"):
+        load_target(folder_of("gpt2"))
+    with refused(TokenizerError, "transformers cannot load this tokenizer", "install what is missing"):
+        _ = Tokenizer(add_tokenizer(tmp_path)).pretrained
 
 
 def test_loading_without_warnings(folder_of):

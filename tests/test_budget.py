@@ -19,7 +19,7 @@ from draftwing.budget import acceptance as accepting
 from draftwing.budget.acceptance import Acceptance, Ranks
 from draftwing.budget.config import CONFIG
 from draftwing.budget.costs import TYPICAL, TYPICAL_GPU, Costs, Curve
-from draftwing.budget.planner import FEW_SHAPES, SHAPES, Planner
+from draftwing.budget.planner import FEW_SHAPES, SHAPES, Planner, planner_for
 from draftwing.decode import Decoder
 from draftwing.methods.base import Budget, Drafter, NoDrafter
 from draftwing.methods.causal_lm import CausalLMDrafter
@@ -431,16 +431,16 @@ def test_without_grown_trees_the_best_fixed_shape_is_played():
 
 def test_planners_suit_rule_drafter_and_device():
     heavy, light = Drafter(), NoDrafter()
-    for rule, drafter, on_cpu, most, grows in (
-        ("match", heavy, True, TREE, True),
-        ("match", heavy, False, Budget(8, 4, 63), False),
-        ("multi-round", heavy, True, Budget(8, 4, 63), False),
-        ("speculative", heavy, True, Budget(8), False),
-        ("match", light, True, TREE, True),
-        ("block", light, True, Budget(14), False),
+    for rule, drafter, device, most, grows in (
+        ("match", heavy, "cpu", TREE, True),
+        ("match", heavy, "cuda", Budget(8, 4, 63), False),
+        ("multi-round", heavy, "cpu", Budget(8, 4, 63), False),
+        ("speculative", heavy, "cpu", Budget(8), False),
+        ("match", light, "cpu", TREE, True),
+        ("block", light, "cpu", Budget(14), False),
     ):
-        planner = Planner.for_drafter(get_rule(rule), drafter, on_cpu=on_cpu)
-        assert planner.largest == most, (rule, on_cpu)
+        planner = planner_for(rule, drafter, torch.device(device))
+        assert planner.largest == most, (rule, device)
         budgets, ctx, root = [], context(), DraftTree.root(torch.zeros(1, dtype=torch.int64))
         for _ in range(30):
             budgets.append(planner.budget(ctx, get_rule(rule).children))
@@ -574,6 +574,21 @@ def test_worlds_that_change(costs):
     assert mean_share(costs, [0.5], 300, rows=4) > 0.9
 
 
+def test_shapes_that_a_limit_makes_equal_are_one_arm():
+    """So they are not probed one after the other."""
+    root, decided = DraftTree.root(torch.zeros(1, dtype=torch.int64)), []
+    for shapes in (SHAPES, [Budget(1)]):
+        planner, ctx, budgets = Planner(TYPICAL_GPU, None, shapes), context(), []
+        for _ in range(300):
+            budgets.append(planner.budget(ctx, "keyed", max_nodes=1))
+            tree = root if budgets[-1].depth == 0 else DraftTree.chain(torch.zeros(1, 2, dtype=torch.int64))
+            planner.observe(tree, taken(tree, [0]), 1, 1.0 + tree.num_nodes, 0.5)
+        decided.append(budgets)
+    assert decided[0] == decided[1]
+    assert Budget(0) in decided[0]
+    assert Budget(1) in decided[0]
+
+
 @pytest.mark.parametrize("rows", [1, pytest.param(16, marks=pytest.mark.full), 64])
 @pytest.mark.parametrize("rate", [0.3, 0.67, 0.8])
 @pytest.mark.parametrize("levels", [1, pytest.param(8, marks=pytest.mark.full)])
@@ -582,7 +597,7 @@ def test_near_the_best_fixed_chain_on_a_gpu(levels, rate, rows):
     costs = replace(TYPICAL_GPU, chain=Curve(tuple((n, levels * time) for n, time in TYPICAL_GPU.chain.knots)))
     shares = []
     for seed in range(3):
-        planner = Planner.for_drafter(get_rule("match"), Drafter(), on_cpu=False)
+        planner = planner_for("match", Drafter(), torch.device("cuda"))
         world = World(planner, costs, rate, seed, rows)
         world.records = True
         shares.append([world.share_of_oracle(steps) for steps in (100, 300)])
@@ -838,7 +853,7 @@ def test_classic_rules_keep_the_law_with_a_planner(rule, maker, lab, monkeypatch
     """At T = 0 the law is one text. No tree is shaped by what was drawn for it."""
     here, classic = lab("llama"), get_rule(rule)
     made = MAKERS[maker](here)
-    usual = Planner.for_drafter(classic, made, on_cpu=True)
+    usual = planner_for(rule, made, here.target.device)
     for planner in (usual, Dice(COSTS, None, shapes=(Budget(3),))):
         requests = [here.request("greedy", row) for row in range(3)]
         texts, stats = decode_with(

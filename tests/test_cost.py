@@ -57,7 +57,6 @@ def test_tokens_of_a_chain_are_the_mean_over_all_decisions(alpha, gamma):
     for c in (0.0, 0.04, 0.3, 1.5):
         # One draft step takes c, one target forward 1, whatever is accepted.
         assert predicted_speedup(alpha, gamma, c) == pytest.approx(tokens / (gamma * c + 1))
-        assert predicted_speedup(alpha, gamma, c, 1.7) == pytest.approx(tokens / (gamma * c + 1.7))
         # A forward over gamma + 1 tokens is gamma + 1 tokens' arithmetic, each draft step c of one.
         assert operations_factor(alpha, gamma, c) == pytest.approx((gamma + 1 + gamma * c) / tokens)
     assert operations_factor(alpha, 0, 0.3) == memory_factor(alpha, 0) == predicted_speedup(alpha, 0, 0.3) == 1

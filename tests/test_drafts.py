@@ -13,6 +13,7 @@ import torch
 from conftest import refused
 from draftwing.cpu.library import get_kernel
 from draftwing.cpu.noise import noise_of
+from draftwing.cpu.runner import KernelRunner
 from draftwing.decode import Decoder
 from draftwing.errors import ConfigError
 from draftwing.methods.base import Budget
@@ -23,8 +24,7 @@ from draftwing.methods.net_drafter import EagleDrafter, PendingFeatures
 from draftwing.models.config import ModelConfig, read_config
 from draftwing.models.lean import LeanTarget
 from draftwing.models.target import Target
-from draftwing.runtime.forward import Entries
-from draftwing.runtime.tree_builder import DraftRequest
+from draftwing.runtime.forward import Entries, Runner
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.tree import PAD, DraftTree, GrowthRule
 from pairwise import pairs
@@ -98,7 +98,7 @@ def started(drafter, target, requests, steps=2) -> tuple[Decoder, SamplingBatch]
 def trees(name, target, folder_of, kind, budget, at_once) -> DraftTree:
     drafter = drafter_for(name, target, folder_of)
     decoder, sampling = started(drafter, target, SAMPLINGS[kind])
-    with nullcontext() if at_once else mock.patch.object(DraftRequest, "kernel_limits", return_value=None):
+    with nullcontext() if at_once else mock.patch.object(KernelRunner, "draft", Runner.draft):
         return drafter.propose(decoder.ctx, sampling, budget)
 
 

@@ -18,10 +18,9 @@ from draftwing.methods.ensemble import (
     kept_tokens,
     part_path,
     proposals,
-    together,
     unite,
 )
-from draftwing.runtime.tree_builder import UNKNOWN_PROB
+from draftwing.runtime.tree_builder import UNKNOWN_PROB, together
 from draftwing.tree import PAD, Accepted, DraftTree, Emitted
 
 ROOT = 7
@@ -97,11 +96,11 @@ def test_siblings_chances_add_up_to_one_at_most(many):
         wanted[path] = 1 - miss
     sums = {path: max(1.0, sum(each for at, each in wanted.items() if at[:-1] == path)) for path in own}
     for node, path in enumerate(own[1:], 1):
-        assert union.chances[node] == pytest.approx(wanted[path] / sums[path[:-1]])
+        assert union.node_probs[node] == pytest.approx(wanted[path] / sums[path[:-1]])
         reached = 1.0
         for depth in range(1, len(path) + 1):
-            reached *= union.chances[own.index(path[:depth])]
-        assert union.reached[node] == pytest.approx(reached)
+            reached *= union.node_probs[own.index(path[:depth])]
+        assert union.path_probs[node] == pytest.approx(reached)
 
 
 def connected(union: Union, count: int):
@@ -120,9 +119,9 @@ def test_as_many_nodes_as_asked_for_are_the_best_that_hang_together(many, count)
     assert kept[0] == 0
     assert all(union.parents[node] in kept[:place] for place, node in enumerate(kept) if node)
     if count:
-        best = max(sum(union.reached[node] for node in nodes) for nodes in connected(union, count))
+        best = max(sum(union.path_probs[node] for node in nodes) for nodes in connected(union, count))
         assert len(kept) == 1 + count
-        assert sum(union.reached[node] for node in kept[1:]) == pytest.approx(best)
+        assert sum(union.path_probs[node] for node in kept[1:]) == pytest.approx(best)
     assert union.within(Budget(paths=tuple((rank,) for rank in range(max(count, 1))))) == kept
 
 
@@ -130,10 +129,10 @@ def test_as_many_nodes_as_asked_for_are_the_best_that_hang_together(many, count)
 def test_a_chain_is_the_path_on_which_most_is_to_be_expected(many):
     union = weighed(many)
     own = paths(union)
-    value = {path: sum(union.reached[own.index(path[:depth])] for depth in range(1, len(path) + 1)) for path in own}
+    value = {path: sum(union.path_probs[own.index(path[:depth])] for depth in range(1, len(path) + 1)) for path in own}
     kept = union.within(Budget(8))
     assert [union.parents[node] for node in kept] == [-1, *kept[:-1]]
-    assert sum(union.reached[node] for node in kept[1:]) == pytest.approx(max(value.values()))
+    assert sum(union.path_probs[node] for node in kept[1:]) == pytest.approx(max(value.values()))
 
 
 @given(several, st.integers(2, 3))
@@ -143,8 +142,8 @@ def test_each_level_keeps_its_best(many, width):
     for depth in (1, 2):
         below = [node for node in range(len(union.tokens)) if union.parents[node] in level]
         level = {node for node in kept if union.depths[node] == depth}
-        best = sorted((union.reached[node] for node in below), reverse=True)[:width]
-        assert sorted((union.reached[node] for node in level), reverse=True) == pytest.approx(best)
+        best = sorted((union.path_probs[node] for node in below), reverse=True)[:width]
+        assert sorted((union.path_probs[node] for node in level), reverse=True) == pytest.approx(best)
         assert level <= set(below)
     assert max(union.depths[node] for node in kept) <= 2
 
@@ -160,7 +159,7 @@ def test_the_batch_holds_every_rows_nodes(rows):
                                for row, used in zip(tree.parents, tree.valid, strict=True))  # fmt: skip
     for union, found in zip(unions, proposals(tree), strict=True):
         assert dict(zip(paths(found), found.node_probs, strict=True)) == pytest.approx(
-            dict(zip(paths(union), union.chances, strict=True)), rel=1e-5
+            dict(zip(paths(union), union.node_probs, strict=True)), rel=1e-5
         )
 
 

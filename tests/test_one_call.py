@@ -230,7 +230,7 @@ def test_the_seconds_of_the_verification_are_its_own(target, drafters, monkeypat
     def took_long(self, tree):
         found = read(self, tree)
         told.append(found.seconds)
-        return found._replace(seconds=found.seconds + 1000)
+        return replace(found, seconds=found.seconds + 1000)
 
     monkeypatch.setattr(FusedStep, "read", took_long)
     steps, _ = run(target, drafters["itself"], Budget(4))

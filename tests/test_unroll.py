@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from draftwing.decode import Decoder
 from draftwing.methods.base import Budget
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
 from draftwing.methods.net_drafter import EagleDrafter
+from draftwing.methods.objectives import OBJECTIVES
 from draftwing.methods.unroll import unroll
 from draftwing.models.config import ModelConfig, RopeConfig, read_config
 from draftwing.models.context import FeatureSpec
@@ -20,6 +22,7 @@ from draftwing.models.lean import LeanTarget
 from draftwing.models.linear import Linear
 from draftwing.runtime.forward import EagerRunner
 from draftwing.sampling import Sampling
+from draftwing.train.loss import UnrolledLoss
 from draftwing.tree import PAD
 
 VOCAB, HIDDEN, LENGTH, STEPS = 13, 12, 7, 4
@@ -249,13 +252,16 @@ def test_noise_is_uniform_and_on_the_features_alone():
     net = random_net(1)
     ids, features = random_text(net)
     torch.manual_seed(5)
-    found = run_unroll(net, ids, features, noise=0.2)
+    loss, scored = UnrolledLoss(net, OBJECTIVES["eagle1"], STEPS, 0.2), SimpleNamespace(features=features)
+    scored.batch = SimpleNamespace(ids=ids)
+    with torch.no_grad():
+        found = [(each.states, each.read) for each in loss.steps(scored, STEPS)]
     torch.manual_seed(5)
     features = features.clone()
     features[:, :-2] += (torch.rand(2, LENGTH - 2, HIDDEN, dtype=torch.float64) - 0.5) * 0.2
-    for (_, *one), (_, *other) in zip(found, run_unroll(net, ids, features), strict=True):
-        assert torch.equal(one[0], other[0])
-        assert torch.equal(one[1], other[1])
+    for one, (_, *other) in zip(found, run_unroll(net, ids, features), strict=True):
+        assert torch.equal(one[0], other[0].flatten(0, 1))
+        assert torch.equal(one[1], other[1].flatten(0, 1))
 
 
 # --- the drafter sees what training saw ------------------------------------------------------------------------------

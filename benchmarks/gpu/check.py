@@ -29,6 +29,7 @@ from draftwing.cli import screen
 from draftwing.errors import DraftwingError
 from draftwing.lab.machine import describe_machine
 from draftwing.noise import KeyedNoise
+from draftwing.runtime.graphs import RECORDED
 from draftwing.shipped import TOY
 from draftwing.text.prompts import shipped_prompts
 
@@ -73,7 +74,6 @@ def check(
     for dtype in dtypes:
         plain = dw.load(folder / "target", "none", dtype=dtype, device=str(device))
         prompts = [plain.encode(text) for text in shipped_prompts(num_prompts)]
-        record = getattr(getattr(plain.target, "runs", None), "record", None)
         for temperature in (0.0, 1.0):
             expected: Texts = []
             cases = {"baseline": ("none", dw.Budget(0)), **CASES}
@@ -82,7 +82,7 @@ def check(
                 maker = dw.loading.load_drafter(path, plain.target, plain.tokenizer, device=str(device))
                 lm = dw.LM(plain.target, plain.tokenizer, maker, budget=budget)
                 for batch in sorted({1, *batches}) if name == "baseline" else batches:
-                    recorded, began = getattr(record, "num_recorded", 0), time.perf_counter()
+                    recorded, began = RECORDED.num, time.perf_counter()
                     with warnings.catch_warnings(record=True) as caught:
                         warnings.simplefilter("always")
                         try:
@@ -102,7 +102,7 @@ def check(
                         "different": len(different),
                         "largest_gap": max(gaps, default=0.0),
                         "tau": stats.tau,
-                        "recorded": getattr(record, "num_recorded", 0) - recorded,
+                        "recorded": RECORDED.num - recorded,
                         "seconds": time.perf_counter() - began,
                         "warnings": sorted({str(warning.message) for warning in caught}),
                     }

@@ -39,11 +39,11 @@ from draftwing.noise import AcceptArgs
 from draftwing.readout import add_laws, explain, get_logprobs, read_emitted
 from draftwing.request import Request
 from draftwing.runtime.forward import PREFILL_CHUNK
-from draftwing.runtime.graphs import num_recorded
+from draftwing.runtime.graphs import RECORDED
 from draftwing.runtime.tree_builder import prune_by_rule
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.stats import RowStep, Step, Timings
-from draftwing.torch_utils import inference, joined
+from draftwing.torch_utils import joined
 from draftwing.tree import Accepted, DraftTree, Emitted
 
 MAX_ROWS = 256  # with kv_memory, if no number is given
@@ -341,7 +341,6 @@ class Decoder:
             return False
         return self._planner.skips(request.sampling.temperature)
 
-    @inference
     def read_on(self, prefill: Prefill, max_tokens: float = PREFILL_CHUNK) -> bool:
         """Read up to ``max_tokens`` further tokens, or all of them without pages.
 
@@ -351,9 +350,9 @@ class Decoder:
         Raises:
             SlotsExhausted: there are not enough pages; nothing has changed.
         """
-        with self._turn:
+        with self._turn, torch.inference_mode():
             self.recover()
-            pages, row, index = self.pages, prefill.row, self.ctx.num_rows
+            pages, row, index = self.pages, prefill.row, len(self.ctx.rows)
             if prefill.generation != self.generation:
                 prefill.restart(self.generation)
             stop = row.length if pages is None else int(min(prefill.done + max_tokens, row.length))
@@ -375,10 +374,10 @@ class Decoder:
                 self._changing = False
                 raise
             finally:
-                if pages is not None and len(pages.rows) > self.ctx.num_rows:
+                if pages is not None and len(pages.rows) > len(self.ctx.rows):
                     pages.detach(index)
-            if is_last:
-                self._remember(index)
+            if is_last and pages is not None:
+                self._remember(pages, index)
             return is_last
 
     def drop(self, prefill: Prefill) -> None:
@@ -413,7 +412,8 @@ class Decoder:
         with self._turn:
             self.recover()
             index = self.running.index(request)
-            self._remember(index)
+            if self.pages is not None:
+                self._remember(self.pages, index)
             self._changing = True
             self._remove(index)
             self._changing = False
@@ -461,7 +461,7 @@ class Decoder:
             if self._changing or self._needs_drafter or not self.running:
                 self._prepare()
             ctx, sampling, start = self.ctx, self._batch or self._new_batch(), time.perf_counter()
-            recorded = num_recorded()
+            num_recorded = RECORDED.num
             planner, budget, revise = self._plan()
             planned = time.perf_counter()
 
@@ -484,7 +484,7 @@ class Decoder:
                 rows = add_laws(rows, tree, sampling.filtered(self._adjusted(result)), sampling)
             if planner is not None:
                 num_tokens = sum([len(row.token_ids) for row in rows])
-                seconds = time.perf_counter() - start if num_recorded() == recorded else None
+                seconds = time.perf_counter() - start if RECORDED.num == num_recorded else None
                 planner.observe(tree, accepted, num_tokens, seconds, draft_s)
             host_s = planned - start + time.perf_counter() - committed
             timings = Timings(draft_s, verify_s, decided - verified, committed - decided, host_s)
@@ -502,11 +502,13 @@ class Decoder:
 
     def _new_batch(self) -> SamplingBatch:
         """The sampling of the rows, after some joined or left."""
-        eos_ids, vocab_size = self.target.eos_ids, self.target.vocab_size
-        self._wanted = RowBudgets.of([request.speculation for request in self.running])
-        self._max_tokens = [request.sampling.max_tokens for request in self.running]
-        self._masks = Masks(self.running, vocab_size, eos_ids, prunes=self.rule.children in ("keyed", "top")) or None
-        self._batch = SamplingBatch([request.sampling for request in self.running], self._noise, self.target.device)
+        target, running, prunes = self.target, self.running, self.rule.children in ("keyed", "top")
+        budgets = [request.speculation for request in running]
+        self._wanted = RowBudgets(budgets) if any(budget is not None for budget in budgets) else None
+        is_masked = any(request.constraint is not None or request.sampling.min_tokens for request in running)
+        self._masks = Masks(running, target.vocab_size, target.eos_ids, prunes=prunes) if is_masked else None
+        self._max_tokens = [request.sampling.max_tokens for request in running]
+        self._batch = SamplingBatch([request.sampling for request in running], self._noise, target.device)
         return self._batch
 
     def _plan(self) -> tuple[Planner | None, Budget, Callable[[DraftTree], DraftTree] | None]:
@@ -676,21 +678,21 @@ class Decoder:
         for index in range(len(self.running) - 1, -1, -1):
             request = self.running[index]
             if request.finish_reason is not None:
-                if request.error is None:
-                    self._remember(index)
+                if self.pages is not None and request.error is None:
+                    self._remember(self.pages, index)
                 elif self.pages is not None:
                     self.pages.prefixes.drop(self.pages.rows[index])
                 self._remove(index)
 
-    def _remember(self, index: int) -> None:
+    def _remember(self, pages: PageTable, index: int) -> None:
         """Keep the final pages of a row for requests with the same prefix."""
-        if self.pages is None or not self.shares_prefixes:
+        if not self.shares_prefixes:
             return
         row = self.ctx.rows[index]
         num_valid = min(row.length, len(row.tokens) - 1)
         if self.drafter.resumes:
             num_valid = min(num_valid, self.drafter.num_read[index])
-        self.pages.prefixes.remember(row.tokens, self.pages.rows[index], num_valid)
+        pages.prefixes.remember(row.tokens, pages.rows[index], num_valid)
 
     def _rebuild(self) -> None:
         """Make the rows of target and drafter again for all running requests, with a fresh drafter."""
@@ -700,12 +702,13 @@ class Decoder:
                 f"trusted: admit the requests to a new Decoder, or give it a function that makes the drafter"
             )
         self.generation += 1
-        if self.pages is None:
-            self._rebuild_rows(self._new_drafter)
-        else:
-            self.pages.restart()
-            with self.pages.making():
+        with torch.inference_mode():
+            if self.pages is None:
                 self._rebuild_rows(self._new_drafter)
+            else:
+                self.pages.restart()
+                with self.pages.making():
+                    self._rebuild_rows(self._new_drafter)
 
     def _rebuild_rows(self, new_drafter: Callable[[], Drafter]) -> None:
         try:

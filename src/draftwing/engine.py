@@ -28,7 +28,7 @@ from draftwing.decode import MAX_ROWS, Decoder, Prefill, tree_slots
 from draftwing.errors import ConfigError, DraftwingError, PromptError, SlotsError, shown
 from draftwing.limits import AtMost, check_constraint, check_drafts
 from draftwing.methods.base import Budget
-from draftwing.models.paged import PAGE, SlotsExhausted, pages_of
+from draftwing.models.paged import PAGE, PageTable, SlotsExhausted, pages_of
 from draftwing.request import Request
 from draftwing.runtime.forward import PREFILL_CHUNK
 from draftwing.sampling import Sampling
@@ -152,6 +152,9 @@ class Engine:
         self._num_preempted = 0
         self._has_cancelled = False
         self._is_filling = False  # an interrupt may have left pages unaccounted for
+        # Tokens of prompts that are read next to running rows.
+        piece = PREFILL_CHUNK if decoder.target.device.type == "cuda" else min(PREFILL_CHUNK, PREFILL_PIECE)
+        self._piece = math.inf if decoder.pages is None else piece
 
     @property
     def num_running(self) -> int:
@@ -330,17 +333,10 @@ class Engine:
             if not (left > 0 or not decoder.running) or not self._may_read():
                 break
             left -= self._read(left if decoder.running else PREFILL_CHUNK)
-        while self._num_wanted() > (math.inf if pages is None else pages.num_available) and self.preempt():
+        while pages is not None and self._num_wanted(pages) > pages.num_available and self.preempt():
             pass
         self._is_filling = False
         return len(decoder.running)
-
-    @property
-    def _piece(self) -> float:
-        """Tokens of prompts that are read next to running rows."""
-        if self.decoder.pages is None:
-            return math.inf
-        return PREFILL_CHUNK if self.decoder.target.device.type == "cuda" else min(PREFILL_CHUNK, PREFILL_PIECE)
 
     def _drop_ended(self) -> None:
         """Drop the rows of requests that were cancelled or are past their deadline."""
@@ -362,11 +358,13 @@ class Engine:
             if decoder.pages is None or not decoder.running:
                 return True
             stop = min(prefill.done + PREFILL_CHUNK, prefill.row.length) + 1
-            return self._num_wanted() + pages_of(stop) - len(prefill.pages) <= decoder.pages.num_available
+            return self._num_wanted(decoder.pages) + pages_of(stop) - len(prefill.pages) <= decoder.pages.num_available
         while self._waiting:
             request = self._waiting.first()
             if request.finish_reason is None and request not in decoder.running:
-                if len(decoder.running) >= self._max_batch or not self._fits(request):
+                if len(decoder.running) >= self._max_batch:
+                    return False
+                if decoder.pages is not None and decoder.running and not self._fits(decoder.pages, request):
                     return False
                 self.prefill = decoder.begin(request)
                 self._waiting.drop(request)  # only now: an interrupt must not lose it
@@ -419,11 +417,9 @@ class Engine:
         end = min(len(request.prompt_ids) + request.sampling.max_tokens, self.decoder.target.max_length)
         return pages_of(written + math.ceil((1 - self._optimism) * max(end - written, 0)) + tree)
 
-    def _fits(self, request: Request) -> bool:
+    def _fits(self, pages: PageTable, request: Request) -> bool:
         """True if there are the pages that all requests, including this one, will probably need."""
-        decoder, pages = self.decoder, self.decoder.pages
-        if pages is None or not decoder.running:
-            return True
+        decoder = self.decoder
         tree = self._tree_slots(request)
         expected = self._num_expected(request, tree) + sum(
             max(self._num_expected(running, tree) - len(held), 0)
@@ -435,15 +431,12 @@ class Engine:
         prefix = pages.prefixes.find(tokens).pages if decoder.shares_prefixes else []
         return expected - sum(pages.uses[page] > 0 for page in prefix) <= pages.num_available
 
-    def _num_wanted(self) -> int:
+    def _num_wanted(self, pages: PageTable) -> int:
         """Pages that the next step may need in addition to those that rows hold."""
-        decoder = self.decoder
-        if decoder.pages is None:
-            return 0
         tree = self._tree_slots()
         return sum(
             max(pages_of(row.length + 1 + tree) - len(held), 0)
-            for row, held in zip(decoder.ctx.rows, decoder.pages.rows, strict=True)
+            for row, held in zip(self.decoder.ctx.rows, pages.rows, strict=True)
         )
 
     def preempt(self) -> bool:

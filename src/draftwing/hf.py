@@ -238,7 +238,7 @@ class CustomGenerate:
             )
         with setup.turn:
             if drafts and self.budget is None and setup.planner is None:
-                setup.planner = planner_for(target, drafter, self.rule)
+                setup.planner = planner_for(self.rule, drafter, target.device)
         rule = self.rule if replay is None else replay.rule
         decoder = Decoder(
             target, drafter, rule, self.budget, lossless=self.lossless, planner=setup.planner, turn=setup.turn

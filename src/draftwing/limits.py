@@ -51,11 +51,6 @@ class RowBudgets:
         self._fixed = [budget if isinstance(budget, Budget) else None for budget in budgets]
         self._max_nodes = [None if budget is None else _num_nodes(budget) for budget in budgets]
 
-    @classmethod
-    def of(cls, budgets: Sequence[Budget | AtMost | None]) -> RowBudgets | None:
-        """Return the row budgets, or None if every row uses the engine's own."""
-        return cls(budgets) if any(budget is not None for budget in budgets) else None
-
     def plan(
         self, ctx: Context, planner: Planner | None, budget: Budget, rooms: list[int]
     ) -> tuple[Planner | None, Budget, list[int]]:

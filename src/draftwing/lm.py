@@ -180,7 +180,7 @@ class LM:
         """Return an empty decode loop; see ``engine``. An automatic budget is shared by all of them."""
         with self._turn:
             if self.is_auto and self._planner is None:
-                self._planner = planner_for(self.target, self.drafter, self.rule)
+                self._planner = planner_for(self.rule, self.drafter, self.target.device)
         return Decoder(
             self.target,
             self.new_drafter,

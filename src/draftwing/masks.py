@@ -26,7 +26,7 @@ from draftwing.tree import PAD, DraftTree
 
 @dataclass(frozen=True)
 class _MaskedRow:
-    """A row that forbids something."""
+    """A row, and what it may forbid."""
 
     row: int
     request: Request
@@ -61,21 +61,16 @@ class Masks:
 
     def __init__(self, requests: Sequence[Request], vocab_size: int, eos_ids: Sequence[int], *, prunes: bool) -> None:
         self._prunes, self._rows = prunes, list[_MaskedRow]()
+        allow_all = np.full((vocab_size + 31) // 32, 0xFFFFFFFF, dtype=np.uint32)
         for row, request in enumerate(requests):
             sampling = request.sampling
-            if request.constraint is None and not sampling.min_tokens:
-                continue
             ends = sampling.stop_tokens if sampling.ignore_eos else (*sampling.stop_tokens, *eos_ids)
-            allow_all = np.full((vocab_size + 31) // 32, 0xFFFFFFFF, dtype=np.uint32)
             self._rows.append(_MaskedRow(row, request, ends, allow_all, words_without(allow_all, ends)))
         # This step: (row, node) of each mask, the masks, and (row, node) of failed constraints.
         self._places: list[tuple[int, int]] = []
         self._words: list[np.ndarray] = []
         self._failed: list[tuple[int, int]] = []
         self._errors: dict[int, DraftwingError] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._rows)
 
     def error(self, row: int) -> DraftwingError | None:
         """The error of a row's constraint."""

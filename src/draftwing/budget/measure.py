@@ -158,6 +158,22 @@ class _Bench:
         return step.timings
 
 
+def _take_turns(all_series: Sequence[Series], seconds: float) -> None:
+    """Take the steps of all series in turns, as far as they fit into ``seconds``."""
+    end = time.perf_counter() + seconds
+    for turn in range(CONFIG.rounds):
+        for series in all_series:
+            if series.guess is not None and turn >= 2 and turn % 2 == 0:
+                continue  # timed in half of the rounds
+            for index, count in enumerate(series.samples):
+                is_cold = turn > 0 and index == 0  # other steps have emptied the caches, so another step comes first
+                is_first = turn == 0 and index == 0 and series.guess is None
+                if is_first or time.perf_counter() + (1 + is_cold) * series.predict(count) <= end:
+                    if is_cold:
+                        series.run(count, counts=False)
+                    series.run(count)
+
+
 def measure(
     target: Target,
     new_drafter: Callable[[], Drafter],
@@ -214,18 +230,8 @@ def measure(
     chain_rows = Series(
         depths[-1:], lambda depth: together.draft(Budget(depth)), lambda depth: num_rows * chain.predict(depth)
     )
-    end = time.perf_counter() + (CONFIG.seconds if seconds is None else seconds)
-    for turn in range(CONFIG.rounds):
-        for series in (verify, chain, verify_large, by_rows, by_context, tree, chain_rows):
-            if series.guess is not None and turn >= 2 and turn % 2 == 0:
-                continue  # timed in half of the rounds
-            for index, count in enumerate(series.samples):
-                is_cold = turn > 0 and index == 0  # other steps have emptied the caches, so another step comes first
-                is_first = turn == 0 and index == 0 and series.guess is None
-                if is_first or time.perf_counter() + (1 + is_cold) * series.predict(count) <= end:
-                    if is_cold:
-                        series.run(count, counts=False)
-                    series.run(count)
+    all_series = (verify, chain, verify_large, by_rows, by_context, tree, chain_rows)
+    _take_turns(all_series, CONFIG.seconds if seconds is None else seconds)
 
     curve = Curve.fit(verify.seconds | verify_large.seconds)
     per_row = [time - curve(n * num_rows) for n, time in Curve.fit(by_rows.seconds).knots]

@@ -30,15 +30,15 @@ from dataclasses import replace
 from itertools import islice
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from draftwing.accept import Rule, get_rule
+from draftwing.accept import get_rule
 from draftwing.budget.acceptance import Acceptance, Ranks, reached_nodes
 from draftwing.budget.config import CONFIG
 from draftwing.budget.costs import TYPICAL, TYPICAL_GPU, Costs, LearnedCosts
-from draftwing.methods.base import Budget, Drafter, cut_to_nodes
+from draftwing.methods.base import MAX_NODES, Budget, Drafter, cut_to_nodes
 from draftwing.models.context import Context, Row
-from draftwing.models.target import Target
 from draftwing.tree import Accepted, DraftTree, GrowthRule
 
 FEW_SHAPES = (Budget(1), Budget(2))
@@ -89,10 +89,11 @@ class Arm:
 
 
 class Bandit:
-    """Choose an arm for every step, for batches of one size. Arm 0 is the baseline, the last one any grown tree."""
+    """Choose an arm for every step, for batches of one size: the baseline, one of ``shapes``, or any grown tree."""
 
-    def __init__(self, num_arms: int, costs: LearnedCosts) -> None:
-        self.arms, self.costs = [Arm() for _ in range(num_arms)], costs
+    def __init__(self, shapes: Sequence[Budget], costs: LearnedCosts, *, has_grown: bool) -> None:
+        self.shapes, self.costs = shapes, costs
+        self.arms = [Arm() for _ in range(1 + len(shapes) + has_grown)]
         # Arguments of ``costs.observe`` to learn from: the latest steps if drafters propose nothing for long.
         self.drafted: deque[tuple[int, float, float, float]] = deque(maxlen=CONFIG.learn_every)
         self.best = self.current = BASELINE
@@ -185,18 +186,6 @@ class Planner:
         self._temperature = self._lowest_loss = math.inf
         self._lock = threading.Lock()
 
-    @classmethod
-    def for_drafter(cls, rule: Rule, drafter: Drafter, *, on_cpu: bool) -> Planner:
-        """Return the planner for a rule and a drafter."""
-        costs, largest = TYPICAL if on_cpu else TYPICAL_GPU, CONFIG.tree
-        may_grow = rule.children in ("keyed", "top") and on_cpu
-        if not drafter.costs_forwards:
-            grown, shapes = (largest, []) if may_grow else (None, [Budget(largest.depth)])
-            return cls(costs.of_target, grown, shapes)
-        if may_grow:
-            return cls(costs, Budget(largest.depth) if rule.chain_only else largest)
-        return cls(costs, None, [shape for shape in SHAPES if shape.is_chain or not rule.chain_only])
-
     # --- one step --------------------------------------------------------------------------------------------------
 
     def budget(self, ctx: Context, children: str, max_nodes: int | None = None) -> Budget:
@@ -219,7 +208,7 @@ class Planner:
             if not self._budgets or len(self._unlearned) >= min(
                 CONFIG.learn_every, 1 + self._bandit.steps // CONFIG.learn_every
             ):
-                self._learn(rows, max_nodes or _num_nodes(CONFIG.tree), children)
+                self._learn(rows, max_nodes or MAX_NODES, children)
             return self._budgets[self._bandit.choose(self._speedups)]
 
     def observe(
@@ -262,24 +251,26 @@ class Planner:
         """Return the bandit of a batch size, by powers of two, and of a node limit: the costs of drafts differ."""
         bits = (rows - 1).bit_length()
         if (bits, max_nodes) not in self._bandits:
-            num_arms = 1 + len(self._shapes) + (self._grown is not None)
-            self._bandits[bits, max_nodes] = Bandit(num_arms, LearnedCosts(self._costs, 1 << bits))
+            shapes = [cut_to_nodes(shape, max_nodes or MAX_NODES) for shape in self._shapes]
+            costs = LearnedCosts(self._costs, 1 << bits)
+            bandit = Bandit(list(dict.fromkeys(shapes)), costs, has_grown=self._grown is not None)
+            self._bandits[bits, max_nodes] = bandit
         return self._bandits[bits, max_nodes]
 
     # --- learned values --------------------------------------------------------------------------------------------
 
-    def _learn(self, rows: int, limit: int, children: str) -> None:
+    def _learn(self, rows: int, max_nodes: int, children: str) -> None:
         """Update acceptance, and with it every arm's budget and predicted speedup."""
         if self._unlearned:
             self._acceptance.observe(*reached_nodes(self._unlearned, self._ranks))
             self._unlearned = []
         while self._bandit.drafted:
             self._bandit.costs.observe(*self._bandit.drafted.popleft())
-        shapes = [cut_to_nodes(shape, limit) for shape in self._shapes]
+        shapes = self._bandit.shapes
         budgets, predicted = [Budget(0), *shapes], shapes
         if self._grown is not None:
             # It is at least as fast as the best chain.
-            grown = cut_to_nodes(self._grown, limit)
+            grown = cut_to_nodes(self._grown, max_nodes)
             chains = [Budget(depth) for depth in range(1, grown.depth + 1)]
             budgets.append(replace(grown, rule=self.rule(rows)))
             predicted = [*shapes, max(chains, key=self._expected_speed)]
@@ -337,6 +328,14 @@ def _num_nodes(budget: Budget) -> int:
     return budget.nodes or budget.depth * budget.width
 
 
-def planner_for(target: Target, drafter: Drafter, rule: str) -> Planner:
-    """Return a planner for a target, a drafter and the name of a rule in ``accept.RULES``."""
-    return Planner.for_drafter(get_rule(rule, lossless=False), drafter, on_cpu=target.device.type == "cpu")
+def planner_for(rule_name: str, drafter: Drafter, device: torch.device) -> Planner:
+    """Return the planner for a rule (a name in ``accept.RULES``), a drafter and the target's device."""
+    rule, on_cpu = get_rule(rule_name, lossless=False), device.type == "cpu"
+    costs, largest = TYPICAL if on_cpu else TYPICAL_GPU, CONFIG.tree
+    may_grow = rule.children in ("keyed", "top") and on_cpu
+    if not drafter.costs_forwards:
+        grown, shapes = (largest, []) if may_grow else (None, [Budget(largest.depth)])
+        return Planner(costs.of_target, grown, shapes)
+    if may_grow:
+        return Planner(costs, Budget(largest.depth) if rule.chain_only else largest)
+    return Planner(costs, None, [shape for shape in SHAPES if shape.is_chain or not rule.chain_only])

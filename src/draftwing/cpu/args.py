@@ -55,7 +55,6 @@ class KernelArgs:
 
     def set_view(self, batch: BatchStruct, view: View | None, watched: Tensor | None = None) -> None:
         """Set the KV slots that attention reads, and where their attention weights are summed (``Entries``)."""
-        batch.view = batch.watch = None
         if watched is not None:
             batch.watch = self.tensor(watched)
             batch.watch_layer, batch.watch_head = watched.stride()[:2]

@@ -26,9 +26,10 @@ from draftwing.cpu.library import Kernel
 from draftwing.cpu.program import Program, TracedAttention, TracedIds, Workspace
 from draftwing.errors import ConfigError
 from draftwing.models.cache import KVCache
+from draftwing.models.context import TargetOutput
 from draftwing.noise import AcceptArgs
-from draftwing.runtime.forward import Entries, Net, Runner, pick
-from draftwing.runtime.tree_builder import Drafted, DraftRequest, Verified, VerifyRequest
+from draftwing.runtime.forward import Entries, Net, Outputs, Runner, pick
+from draftwing.runtime.tree_builder import Drafted, DraftRequest, VerifyRequest
 from draftwing.torch_utils import filled
 from draftwing.tree import PAD, DraftTree
 
@@ -92,7 +93,7 @@ class FusedStep:
     result: AcceptResult
     prepare_seconds: float
 
-    def read(self, tree: DraftTree) -> Verified:
+    def read(self, tree: DraftTree) -> TargetOutput:
         """The result for the drafted trees; its seconds include the preparation and this call."""
         began = time.perf_counter()
         rows, nodes = tree.tokens.shape
@@ -101,7 +102,8 @@ class FusedStep:
         )
         assert logits is not None
         accepted, seconds = self.result.read(nodes), self.args.seconds + self.prepare_seconds
-        return Verified(logits, out, tree, accepted, seconds + time.perf_counter() - began)
+        seconds += time.perf_counter() - began
+        return TargetOutput(logits, out, tree, accepted=accepted, seconds=seconds)
 
 
 class KernelRunner(Runner):
@@ -134,31 +136,31 @@ class KernelRunner(Runner):
 
     # --- forwards --------------------------------------------------------------------------------------------------
 
-    def forward(
-        self, entries: Entries, *, want_logits: bool = True, last: Tensor | None = None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        outputs = self._run(entries, want_logits=want_logits)
-        return outputs if last is None or entries.tokens.shape[1] == 1 else pick(outputs, last)
-
     def verify(
         self,
         tree: DraftTree,
         lengths: Sequence[int],
         prompt_lengths: Sequence[int] | None = None,
         accept: AcceptArgs | None = None,
-    ) -> Verified:
+    ) -> TargetOutput:
         result = None if accept is None else self._accept_result(accept, tree.num_rows, tree.num_nodes)
-        logits, out = self._run(Entries(tree, lengths, prompt_lengths=prompt_lengths), accept=result)
+        logits, out = self.forward(Entries(tree, lengths, prompt_lengths=prompt_lengths), accept=result)
         assert logits is not None
-        return Verified(logits, out, tree, None if result is None else result.read())
+        return TargetOutput(logits, out, tree, accepted=None if result is None else result.read())
 
-    def _run(
-        self, entries: Entries, *, want_logits: bool = True, accept: AcceptResult | None = None
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def forward(
+        self,
+        entries: Entries,
+        *,
+        want_logits: bool = True,
+        last: Tensor | None = None,
+        accept: AcceptResult | None = None,
+    ) -> Outputs:
+        """See ``Runner.forward``; ``accept`` applies ``accept.match`` to the trees, and commits the kept nodes."""
         built, shape, tree, batch = self._built, self._shape, entries.tree, self._space.batch
         tokens, first_row, arrays = entries.tokens, entries.first_row, KernelArgs()
         rows, nodes = tokens.shape
-        self._make_room(first_row + rows, entries.upto)
+        self.reserve(first_row + rows, entries.upto)
         table = self.cache.table
         if table is not None:
             table.hold(first_row, entries.lengths, tree.num_nodes)
@@ -172,7 +174,9 @@ class KernelRunner(Runner):
         batch.first_node, batch.tree_nodes = entries.first_node, tree.num_nodes
         batch.parents, batch.tokens = arrays.tensor(tree.parents.contiguous()), arrays.tensor(tokens.contiguous())
         batch.lengths = arrays.numbers("q", entries.lengths)
-        arrays.set_view(batch, entries.view, entries.watched)
+        batch.view = batch.watch = None
+        if entries.view is not None or entries.watched is not None:
+            arrays.set_view(batch, entries.view, entries.watched)
         given, out = {}, None
         if entries.states is not None:
             states = given[built.states] = entries.states.contiguous()
@@ -187,7 +191,8 @@ class KernelRunner(Runner):
         num_ops = None if want_logits else built.num_hidden
         args = None if accept is None else accept.args
         self._space.run(rows, nodes, given, first_op=built.num_fuse, num_ops=num_ops, accept=args)
-        return given[built.logits] if want_logits else None, out
+        outputs = given[built.logits] if want_logits else None, out
+        return outputs if last is None or nodes == 1 else pick(outputs, last)
 
     def fuse(self, features: Tensor) -> Tensor:
         built = self._built
@@ -206,16 +211,11 @@ class KernelRunner(Runner):
         shape = *shape, self._shape.vocab_size
         return filled(shape, -torch.inf) if self._shape.is_sparse else torch.empty(shape)
 
-    def _make_room(self, num_rows: int, num_slots: int) -> None:
-        """``reserve`` if there is less room, or another runner has moved the slots."""
-        if num_rows > self._reserved[0] or num_slots > self._reserved[1] or self.cache.data is not self._data:
-            self.reserve(num_rows, num_slots)
-
     def reserve(self, num_rows: int, num_slots: int) -> None:
-        """See ``Runner.reserve``. Updates the fields that depend on the address of the slots."""
-        super().reserve(num_rows, num_slots)
-        if self.cache.data is self._data:
+        """See ``Runner.reserve``. Updates the fields that depend on the address of the slots if these have moved."""
+        if self.cache.data is self._data and num_rows <= self._reserved[0] and num_slots <= self._reserved[1]:
             return
+        self.cache.reserve(num_rows, num_slots)
         self._data = self.cache.data
         self._reserved = self.cache.num_rows, self.cache.num_slots
         batch, rotary = self._space.batch, self.net.rotary
@@ -229,10 +229,14 @@ class KernelRunner(Runner):
 
     def draft(self, request: DraftRequest, verify: VerifyRequest | None = None) -> Drafted:
         """See ``Runner.draft``: in one call, if the kernel can grow such trees."""
-        limits = request.kernel_limits() if self._drafts_trees else None
-        if limits is None:
+        budget, has_noise = request.budget, request.sampling.noise.handle is not None
+        depth, width, max_nodes = budget.depth, budget.width, budget.depth if budget.width == 1 else budget.nodes
+        if budget.rule is not None and max_nodes is not None:
+            depth, max_nodes = min(depth, budget.rule.max_depth), min(max_nodes, budget.rule.max_nodes)
+        can_grow = self._drafts_trees and has_noise and not budget.paths and budget.children in ("keyed", "top")
+        if not can_grow or max_nodes is None or depth < 1:
             return super().draft(request)
-        (depth, max_nodes), width, arrays = limits, request.budget.width, KernelArgs()
+        arrays = KernelArgs()
         rows, entries, program = len(request.tokens), max(map(len, request.tokens)), self._built.program
         levels, unread = self._draft_batches(request, depth, arrays)
         draft = self._draft_args(request, depth, max_nodes, arrays)
@@ -272,7 +276,7 @@ class KernelRunner(Runner):
         """The batch of a level, and that of the unread entries."""
         built, rows, batch, width = self._built, len(request.tokens), self._space.batch, request.budget.width
         entries, tree_slots, table = max(map(len, request.tokens)), 1 + depth * width, self.cache.table
-        self._make_room(rows, max(max(request.root_slots) + tree_slots, max(request.lengths) + entries))
+        self.reserve(rows, max(max(request.root_slots) + tree_slots, max(request.lengths) + entries))
         if table is not None:
             ends = [length + len(ids) for length, ids in zip(request.lengths, request.tokens, strict=True)]
             table.hold(0, ends, 0)
@@ -353,7 +357,7 @@ class KernelRunner(Runner):
         None if the rotations depend on more than the lengths, or the largest trees need more pages than are free.
         """
         began, rows, table, built = time.perf_counter(), len(request.lengths), self.cache.table, self._built
-        self._make_room(rows, max(request.lengths) + nodes)
+        self.reserve(rows, max(request.lengths) + nodes)
         if self._rotation is None or self._shape.is_sparse:
             return None
         batch, args = self._space.batch, self._verify_args

@@ -665,13 +665,10 @@ def expected_tokens(alpha: float, gamma: int) -> float:
     return float(gamma + 1) if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
 
 
-def predicted_speedup(alpha: float, gamma: int, c: float, verify_ratio: float = 1.0) -> float:
-    """Speedup of chains over the baseline (2211.17192, theorem 3.8), where c is T_D / T_T.
-
-    ``verify_ratio`` is T_V(gamma + 1) / T_T: 1 in the paper, measured in MagicDec (2408.11049, eq. 1).
-    """
+def predicted_speedup(alpha: float, gamma: int, c: float) -> float:
+    """Speedup of chains over the baseline if T_V is T_T (2211.17192, theorem 3.8), where c is T_D / T_T."""
     _check(alpha, gamma, c)
-    return expected_tokens(alpha, gamma) / (gamma * c + verify_ratio)
+    return expected_tokens(alpha, gamma) / (gamma * c + 1)
 
 
 def best_gamma(alpha: float, c: float, upto: int = 64) -> int:

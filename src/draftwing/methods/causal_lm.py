@@ -38,7 +38,7 @@ from draftwing.formats.settings import FORMAT
 from draftwing.formats.write import write_folder
 from draftwing.methods.base import Budget, Drafter, ListTree, swap_remove
 from draftwing.methods.calibration import Calibration
-from draftwing.methods.ensemble import together, unite
+from draftwing.methods.ensemble import unite
 from draftwing.methods.lookup import SuffixAutomaton
 from draftwing.methods.method import NetMethod, NewDrafter, NewNet, Source
 from draftwing.methods.net import DraftNet, TargetId, layer_names
@@ -63,7 +63,7 @@ from draftwing.models.linear import Embedding, Layout, Linear
 from draftwing.models.target import Target
 from draftwing.models.weights import WeightFiles, Weights
 from draftwing.runtime.forward import Entries, NetShape, TorchRuntime
-from draftwing.runtime.tree_builder import AcceptRates, Children, Drafted, DraftRequest, prune_by_rule
+from draftwing.runtime.tree_builder import AcceptRates, Children, Drafted, DraftRequest, prune_by_rule, together
 from draftwing.sampling import SamplingBatch
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.torch_utils import inference

@@ -24,14 +24,19 @@ from functools import cached_property, partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from draftwing.budget.acceptance import Acceptance
 from draftwing.errors import DraftwingError
 from draftwing.methods.base import Budget, Drafter, ListTree
-from draftwing.methods.lookup import to_draft_tree
 from draftwing.models.context import Context, FeatureSpec, Row, TargetOutput
-from draftwing.runtime.tree_builder import UNKNOWN_PROB, AcceptRates, num_worthwhile, prune_by_rule
+from draftwing.runtime.tree_builder import (
+    UNKNOWN_PROB,
+    AcceptRates,
+    WeighedTree,
+    num_worthwhile,
+    prune_by_rule,
+    together,
+)
 from draftwing.sampling import SamplingBatch
 from draftwing.tree import PAD, Accepted, DraftTree, GrowthRule
 
@@ -96,19 +101,13 @@ def follow(proposal: ListTree | Union, tokens: Sequence[int]) -> list[int]:
 
 
 @dataclass
-class Union:
-    """The union of the paths of several proposals, parents before their children."""
+class Union(WeighedTree):
+    """The union of the paths of several proposals; its probabilities are those of all drafters together."""
 
-    tokens: list[int]
-    parents: list[int] = field(default_factory=lambda: [-1])
-    depths: list[int] = field(default_factory=lambda: [0])
     # for each node the probability that each of its drafters gave it; empty for the root
     given_probs: list[dict[int, float]] = field(default_factory=lambda: [{}])
     # for each node a bit mask of the drafters that proposed any child of it
     child_proposers: list[int] = field(default_factory=lambda: [0])
-    # probability of each node given its parent, from all drafters together; 1 for the root
-    chances: list[float] = field(default_factory=lambda: [1.0])
-    reached: list[float] = field(default_factory=lambda: [1.0])  # probability of each node's path
 
     def proposers(self, node: int) -> int:
         """Return a bit mask of the drafters that proposed a node."""
@@ -116,20 +115,20 @@ class Union:
 
     def weigh(self, chance: Callable[[Union, int], float]) -> None:
         """Set the probability of every node by ``chance``, scaled so that those of siblings sum to 1 at most."""
-        chances, sums = [1.0] * len(self.tokens), [0.0] * len(self.tokens)
+        node_probs, sums = [1.0] * len(self.tokens), [0.0] * len(self.tokens)
         for node in range(1, len(self.tokens)):
-            chances[node] = chance(self, node)
-            sums[self.parents[node]] += chances[node]
-        reached = [1.0] * len(self.tokens)
+            node_probs[node] = chance(self, node)
+            sums[self.parents[node]] += node_probs[node]
+        path_probs = [1.0] * len(self.tokens)
         for node in range(1, len(self.tokens)):
             above = self.parents[node]
-            chances[node] /= max(sums[above], 1.0)
-            reached[node] = reached[above] * chances[node]
-        self.chances, self.reached = chances, reached
+            node_probs[node] /= max(sums[above], 1.0)
+            path_probs[node] = path_probs[above] * node_probs[node]
+        self.node_probs, self.path_probs = node_probs, path_probs
 
     def ordered(self) -> list[int]:
         """Return all nodes, the likeliest first; parents come before their children, and ties are broken by depth."""
-        return sorted(range(len(self.tokens)), key=lambda node: (-self.reached[node], self.depths[node], node))
+        return sorted(range(len(self.tokens)), key=lambda node: (-self.path_probs[node], self.depths[node], node))
 
     def within(self, budget: Budget) -> list[int]:
         """Return the nodes that a budget has room for, in the order of ``ordered``; all if a rule chooses a tree."""
@@ -147,7 +146,7 @@ class Union:
 
     def _best_chain(self) -> list[int]:
         """Return the path with the most nodes expected to be accepted."""
-        value = list(self.reached)
+        value = list(self.path_probs)
         for node in range(1, len(value)):
             value[node] += value[self.parents[node]]
         node = max(range(len(value)), key=value.__getitem__)
@@ -176,21 +175,6 @@ def unite(proposed: Sequence[ListTree]) -> Union:
             given = union.given_probs[child]
             given[drafter] = max(given.get(drafter, 0.0), proposal.node_probs[node])
     return union
-
-
-def together(
-    unions: Sequence[Union], kept: Sequence[Sequence[int]], device: torch.device, num_forwards: float | None = None
-) -> DraftTree:
-    """Return the ``kept`` nodes of every row, parents first, as one batch of trees."""
-    rows, reached = [], []
-    for union, nodes in zip(unions, kept, strict=True):
-        place = {node: i for i, node in enumerate(nodes)}
-        tokens, parents = [union.tokens[node] for node in nodes], [place[union.parents[node]] for node in nodes[1:]]
-        depth = max(union.depths[node] for node in nodes)
-        rows.append(ListTree(tokens, [-1, *parents], [union.chances[node] for node in nodes], depth))
-        reached.append(torch.tensor([union.reached[node] for node in nodes]))
-    confidence = pad_sequence(reached, batch_first=True).to(device)
-    return replace(to_draft_tree(rows, device), confidence=confidence, num_draft_forwards=num_forwards)
 
 
 def by_row(trees: Sequence[DraftTree], chosen: Sequence[int]) -> DraftTree:
@@ -587,10 +571,10 @@ class CombinedDrafter(Drafter):
             self._step.unions = unions
         kept = [union.within(budget) for union in unions]
         if rule is not None:
-            ranked = [[union.reached[node] for node in nodes[1:]] for union, nodes in zip(unions, kept, strict=True)]
+            ranked = [[union.path_probs[node] for node in nodes[1:]] for union, nodes in zip(unions, kept, strict=True)]
             count = 1 + num_worthwhile(ranked, rule, rule.max_nodes)
             pairs = zip(unions, kept, strict=True)
-            kept = [[node for node in nodes[:count] if union.reached[node] > 0] for union, nodes in pairs]
+            kept = [[node for node in nodes[:count] if union.path_probs[node] > 0] for union, nodes in pairs]
         return together(unions, kept, ctx.device, num_forwards)
 
     def _ask(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> tuple[Proposed, float]:

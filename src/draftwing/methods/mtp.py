@@ -40,7 +40,7 @@ from draftwing.methods.net_drafter import EagleDrafter
 from draftwing.methods.objectives import DraftLoss, StepGuesses, StepSums, TruthLike
 from draftwing.models.attention import Attend, CausalAttention
 from draftwing.models.config import Activation, ModelConfig, MtpNames, architecture_of, module_names, read_config
-from draftwing.models.context import Context, TargetOutput
+from draftwing.models.context import Context, Row, TargetOutput
 from draftwing.models.layers import DecoderLayer, RMSNorm, concat
 from draftwing.models.linear import Embedding, Linear
 from draftwing.models.target import Target
@@ -275,16 +275,18 @@ class ChainDrafter(EagleDrafter):
         head_bytes = target.head.num_bytes
         self.num_bytes = len(parts) * (self.num_bytes - head_bytes) + head_bytes
         self.name += f", {len(parts)} modules"
+        self._min_length = len(parts)  # roots have an entry in every module
         self._runners = [self.runner, *(part.runs.runner(part, self) for part in parts[1:])]
         # (B, D, H) each module's state at the last entry that it read; and the same once this step counts.
         self._left = torch.zeros(0, len(parts), self.net.shape.state_width, dtype=self._dtype, device=self.net.device)
         self._next_left: Tensor | None = None
 
-    def _prefill(self, row: int, ids: Sequence[int], features: Tensor, start: int) -> None:
-        """Feed a prompt to every module: each has one entry less than the one before."""
-        states, left = features, []
+    def read_on(self, ctx: Context, row: Row, features: Tensor | None, stop: int) -> None:
+        """Feed a whole prompt to every module: each has one entry less than the one before."""
+        assert features is not None
+        ids, states, left = row.tokens[1 : stop + 1], features.to(self._dtype), []
         for module, runner in enumerate(self._runners):
-            out = runner.prefill(row, ids[module:], states[:, : max(len(ids) - module, 0)])
+            out = runner.prefill(len(self._fed), ids[module:], states[:, : max(len(ids) - module, 0)])
             states = states.new_zeros(1, 0, states.shape[2]) if out is None else out
             left.append(states[:, -1] if states.shape[1] else states.new_zeros(1, states.shape[2]))
         self._left, self._next_left = torch.cat([self._left, torch.stack(left, 1)]), None
@@ -297,10 +299,6 @@ class ChainDrafter(EagleDrafter):
             runner.cache.move_row(last, row)
         left, self._next_left = self._left, None
         self._left = torch.cat([left[:row], left[last:], left[row + 1 : last]])[:last]
-
-    def _active(self, ctx: Context) -> list[bool]:
-        """Return the rows to draft for: their roots have an entry in every module."""
-        return [row.length >= len(self._runners) for row in ctx.rows]
 
     def draft(self, request: DraftRequest, verify: VerifyRequest | None = None) -> Drafted:
         logits, self._next_left = self._read_pending(request)

@@ -130,11 +130,11 @@ class EagleDrafter(NetDrafter):
         self.runs_as = runs_as(matrices)
         self.net, self.runner = net, net.runs.runner(net, self)
         self._dtype, self._calibration, self._shift = net.dtype, config.calibration, int(net.shape.is_shifted)
+        self._min_length = 1  # shorter rows get no draft: a prompt of one token has no feature to start from
         self._fed: list[int] = []  # entries of each row whose slots hold true features
         self._unread = PendingFeatures()
         self._read: list[int] | None = None  # entries of each row once the current step counts; it may be undone
 
-    @inference
     def admit(self, ctx: Context, features: Tensor | None) -> None:
         """Feed the prompt's entries except the last, the root of the first tree."""
         if features is None:
@@ -144,7 +144,7 @@ class EagleDrafter(NetDrafter):
         row, features = ctx.rows[-1], features.to(self._dtype)
         fed = row.resumed + max(features.shape[1] - 1, 0)
         self.read_on(ctx, row, features[:, : fed - row.resumed], fed)
-        self._unread.admit(features[:, -1:], ctx.lengths[:-1])
+        self._unread.admit(features[:, -1:], [row.length for row in ctx.rows[:-1]])
         self._fed.append(fed)
         self._read = None
 
@@ -152,15 +152,10 @@ class EagleDrafter(NetDrafter):
     def num_read(self) -> list[int]:
         return list(self._fed)
 
-    @inference
     def read_on(self, ctx: Context, row: Row, features: Tensor | None, stop: int) -> None:
         assert features is not None
         tokens = row.tokens[row.resumed + self._shift : stop + self._shift]
-        self._prefill(len(self._fed), tokens, features.to(self._dtype), row.resumed)
-
-    def _prefill(self, row: int, ids: Sequence[int], features: Tensor, start: int) -> None:
-        """Feed features (1, T, F) of a prompt to a row, from slot ``start`` on."""
-        self.runner.prefill(row, ids, features, start=start)
+        self.runner.prefill(len(self._fed), tokens, features.to(self._dtype), start=row.resumed)
 
     @inference
     def remove(self, ctx: Context, row: int) -> None:
@@ -171,7 +166,7 @@ class EagleDrafter(NetDrafter):
         self._read = None
 
     def request(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftRequest | None:
-        active = self._active(ctx)
+        active = [row.length >= self._min_length for row in ctx.rows]
         if budget.depth == 0 or not any(active):
             return None
         fed, shift = self._fed, self._shift
@@ -180,10 +175,6 @@ class EagleDrafter(NetDrafter):
         roots = [max(length - 1, 0) for length in self._read]
         features = self._unread.joined(self._read)
         return DraftRequest(ctx, active, sampling, budget, self._calibration, tokens, fed, roots, features)
-
-    def _active(self, ctx: Context) -> list[bool]:
-        """Return the rows to draft for: a prompt of one token has no feature to start from."""
-        return [row.length > 0 for row in ctx.rows]
 
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
         """Keep the true features of the accepted path until the next draft."""

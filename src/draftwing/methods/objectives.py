@@ -123,6 +123,7 @@ class StepGuesses:
     entries: Tensor  # (C,) entries of every row
     read: Tensor  # (B * C, H) the LM head's input
     weight: Tensor | None = None  # (V, H) the LM head's matrix, if each step has another
+    states: Tensor | None = None  # (B * C, H) to feed back, if the network is unrolled: for EAGLE-1 predicted features
 
 
 OBJECTIVES: dict[str, Objective] = {
@@ -179,7 +180,8 @@ class DraftLoss(nn.Module):
 
     Args:
         num_steps: draft steps.
-        noise: width of the uniform noise that is added to the target's features in training.
+        noise: width of the uniform noise that is added to the target's features in training (EAGLE-1: 0.2, that is
+            +-0.1).
         later_share: share of the entries that are trained after the first step.
         target_ids: tokens that the loss looks at if the network has no draft vocabulary; None for all.
     """
@@ -223,6 +225,9 @@ class DraftLoss(nn.Module):
             read = step.read[rows]
             result = step_sums(read, weight, truth, where, self.objective, dtype, agreement=agreement)
             extra = self.extra_loss(read.detach(), weight.detach(), truth, where, dtype)
+            if self.objective.feature_weight and step.states is not None:
+                regression = feature_loss(step.states[rows], truth.last[where]).sum()
+                extra = self.objective.feature_weight * regression
             sums.append(result if extra is None else replace(result, loss=result.loss + extra))
         return sums
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from draftwing.methods.net import DraftNet
+from draftwing.methods.objectives import StepGuesses
 from draftwing.models.attention import CausalAttention, HeadTraits
 
 
@@ -70,40 +70,25 @@ class UnrolledAttention(CausalAttention):
         return mixed.permute(0, 3, 1, 2, 4).reshape(self._rows * length, -1)
 
 
-@dataclass(frozen=True)
-class UnrollStep:
-    """One step over all entries."""
-
-    index: int  # s, from 0
-    entries: Tensor  # (C,) the entries of every row: all E, or the share of them that later steps continue
-    states: Tensor  # (B * C, H) to feed back: for EAGLE-1 the predicted features
-    read: Tensor  # (B * C, H) the LM head's input, for the token at i + 2 + s
-
-
 def unroll(
     net: DraftNet,
     ids: Tensor,
     features: Tensor,
     num_steps: int,
-    noise: float = 0.0,
     later_share: float = 1.0,
-) -> Iterator[UnrollStep]:
+) -> Iterator[StepGuesses]:
     """Run ``net`` for ``num_steps`` steps, each on the states of the one before, with gradients through all of them.
 
     Entry i of step s is valid if i + 2 + s < T.
 
     Args:
         ids: (B, T); ``features`` (B, T, F) are the target's, of the same tokens.
-        noise: width of the uniform noise added to the features (EAGLE-1: 0.2, that is +-0.1).
         later_share: share of the entries, drawn at random, that continue after step 0. Entries of later steps do not
             see each other, so the loss stays unbiased, and an update costs less.
     """
     rows, length = ids.shape
     count = length - 2
-    read = features[:, :count]
-    if noise:
-        read = read + (torch.rand_like(read) - 0.5) * noise
-    states = net.fuse(read.reshape(rows * count, -1))
+    states = net.fuse(features[:, :count].reshape(rows * count, -1))
     shape, rotary = net.shape, net.rotary
     first = 1 if shape.is_shifted else 0
     padded = torch.cat([ids, ids.new_zeros(rows, num_steps)], 1)
@@ -117,4 +102,4 @@ def unroll(
         tokens = padded[:, first + step + entries].reshape(-1)
         attend.cis = rotary.cis(entries.repeat(rows) + step, upto=length + num_steps).view(len(tokens), 1, -1)
         read, states = net.forward(tokens, states, attend)
-        yield UnrollStep(step, entries, states, read)
+        yield StepGuesses(step, entries, read, states=states)

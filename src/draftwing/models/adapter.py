@@ -122,16 +122,16 @@ class AdapterTarget(Target):
         name: str | None = None,
     ) -> AdapterTarget:
         """Load with ``AutoModelForCausalLM``."""
-        from transformers import AutoModelForCausalLM
-
         file = link_of(folder)
         if file is not None:
             raise UnsupportedError(
                 f"{file}: transformers does not run a GGUF file directly: write a model folder with "
                 f"`draftwing import {file} FOLDER` and give that, or leave engine out"
             )
-        load: Any = AutoModelForCausalLM.from_pretrained
         try:
+            from transformers import AutoModelForCausalLM
+
+            load: Any = AutoModelForCausalLM.from_pretrained
             model, info = load(folder, dtype=dtype, output_loading_info=True, trust_remote_code=False)
         except Exception as error:  # transformers raises anything from KeyError to OSError here
             reason = " ".join(str(error).split())

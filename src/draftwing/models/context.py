@@ -44,6 +44,7 @@ class TargetOutput:
     # the accepted nodes, if the forward has applied ``accept.match``: they are committed, and ``features`` are those of
     # the accepted nodes in path order
     accepted: Accepted | None = None
+    seconds: float = 0.0  # duration, if the forward was part of the call that drafted
 
     def features_on(self, tree: DraftTree, path: Tensor) -> Tensor | None:
         """(B, at least P, F) features of the nodes on ``path`` (B, P) through ``tree``; undefined past a row's end."""

@@ -52,9 +52,9 @@ from draftwing.models.rope import LayeredRotary, Rotary
 from draftwing.models.target import Target
 from draftwing.models.weights import Stored, Weights, check_finite, expand_mxfp4
 from draftwing.noise import AcceptArgs
-from draftwing.runtime.choose import record_with, runtime_for
-from draftwing.runtime.forward import PREFILL_CHUNK, Entries, NetShape, Runner, Runtime, score
-from draftwing.runtime.graphs import Record
+from draftwing.runtime.choose import runtime_for
+from draftwing.runtime.forward import PREFILL_CHUNK, Entries, NetShape, Runner, Runtime, TorchRuntime, score
+from draftwing.runtime.graphs import GraphRuntime, Record
 from draftwing.runtime.tree_builder import Drafted, DraftRequest, VerifyRequest
 from draftwing.sampling import SamplingBatch
 from draftwing.torch_utils import inference
@@ -613,7 +613,8 @@ class LeanTarget(Target):
 
         No effect on mixtures of experts, which wait for the device, and on the CPU kernel.
         """
-        self.runs = record_with(self.runs, record, is_dense=self.config.moe is None)
+        if self.runs.name != "kernel":
+            self.runs = TorchRuntime() if record is None or self.config.moe is not None else GraphRuntime(record)
 
     def _tapped(self, taps: tuple[int, ...]) -> TappedNet:
         if not self.has_layers:
@@ -632,15 +633,14 @@ class LeanTarget(Target):
         self.check_prompt(prompt_ids)
         ids = list(prompt_ids)
         row = Row(ids, len(ids) - 1, prompt_length or len(ids))
-        features = self.read(ctx, row, 0, row.length)
+        features = self.read(own_context(ctx, LeanContext), row, 0, row.length)
         ctx.rows.append(row)
         return features
 
-    @inference
     def read(self, ctx: Context, row: Row, start: int, stop: int) -> Tensor | None:
-        ctx = own_context(ctx, LeanContext)
-        ids, prompt, width = row.tokens[start:stop], row.prompt_length, ctx.runner.net.shape.out_width
-        features = ctx.runner.prefill(ctx.num_rows, ids, prompt_length=prompt, start=start)
+        runner, ids = cast(LeanContext, ctx).runner, row.tokens[start:stop]
+        width = runner.net.shape.out_width
+        features = runner.prefill(len(ctx.rows), ids, prompt_length=row.prompt_length, start=start)
         if features is None and width:
             return torch.zeros(1, 0, width, dtype=self.net.dtype, device=self.device)
         return features
@@ -664,8 +664,7 @@ class LeanTarget(Target):
     @inference
     def forward(self, ctx: Context, tree: DraftTree, accept: AcceptArgs | None = None) -> TargetOutput:
         runner, prompts = own_context(ctx, LeanContext).runner, [row.prompt_length for row in ctx.rows]
-        verified = runner.verify(tree, ctx.lengths, prompts, accept)
-        return TargetOutput(verified.logits, verified.out, verified.tree, runner.keeps_outputs, verified.accepted)
+        return runner.verify(tree, ctx.lengths, prompts, accept)
 
     @torch.no_grad()
     def score(self, ids: Tensor, features: FeatureSpec = NO_FEATURES) -> TargetOutput:

@@ -143,7 +143,7 @@ class Target(ABC):
     def read(self, ctx: Context, row: Row, start: int, stop: int) -> Tensor | None:
         """Read the tokens from ``start`` to before ``stop`` of a row that will be added to the context.
 
-        Earlier tokens must have been read into the same slots.
+        Earlier tokens must have been read into the same slots. Call it in inference mode.
 
         Returns:
             (1, stop - start, F) features if the context requests them, else None.
@@ -184,8 +184,7 @@ class Target(ABC):
         tree = drafted.tree if revise is None else revise(drafted.tree)
         drafted_at, verified = time.perf_counter(), drafted.verified
         if verified is not None and verified.tree is tree:
-            output = TargetOutput(verified.logits, verified.out, tree, True, verified.accepted)
-            return StepResult(tree, output, drafted_at - start - verified.seconds, verified.seconds)
+            return StepResult(tree, verified, drafted_at - start - verified.seconds, verified.seconds)
         events += [record_event(device)] if events else []
         if drafted.resume is not None and tree is drafted.tree and not ctx.features.taps:
             output = TargetOutput(drafted.resume(), None, tree)

@@ -9,7 +9,7 @@ from draftwing.cpu.program import ACTIVATIONS
 from draftwing.cpu.runner import KernelRuntime
 from draftwing.models.linear import Layout
 from draftwing.runtime.forward import Runtime, TorchRuntime
-from draftwing.runtime.graphs import CudaRecorder, GraphRuntime, Record
+from draftwing.runtime.graphs import CudaRecorder, GraphRuntime
 
 _DIM = 32  # channels of a head that the kernel processes at a time
 
@@ -46,10 +46,3 @@ def runtime_for(
     if device.type == "cuda" and is_dense:
         return GraphRuntime(CudaRecorder(device)), layout
     return TorchRuntime(), layout
-
-
-def record_with(runtime: Runtime, record: Record | None, *, is_dense: bool) -> Runtime:
-    """Record with ``record``, or run eagerly if it is None; the CPU kernel needs no recordings."""
-    if runtime.name == "kernel":
-        return runtime
-    return GraphRuntime(record) if record is not None and is_dense else TorchRuntime()

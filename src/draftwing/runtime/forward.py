@@ -20,11 +20,12 @@ from torch import Tensor
 
 from draftwing.models.attention import CausalAttention, TreeSlots, attention_over
 from draftwing.models.cache import KEY_BLOCK, KVCache, View, round_up
+from draftwing.models.context import TargetOutput
 from draftwing.models.linear import MIN_ROWS
 from draftwing.models.paged import new_cache
 from draftwing.models.rope import LayeredRotary, Rotary
 from draftwing.noise import AcceptArgs
-from draftwing.runtime.tree_builder import Drafted, DraftRequest, Verified, VerifyRequest
+from draftwing.runtime.tree_builder import Drafted, DraftRequest, VerifyRequest
 from draftwing.torch_utils import joined, on_device
 from draftwing.tree import PAD, DraftTree
 
@@ -121,9 +122,9 @@ class Runner(ABC):
     keeps_outputs = True
 
     def __init__(self, net: Net, cache: KVCache | None = None) -> None:
-        self.net = net
+        self.net, self.device = net, net.device
         shape = net.shape
-        self.cache = cache or new_cache(shape.num_layers, shape.num_kv_heads, shape.head_dim, net.dtype, net.device)
+        self.cache = cache or new_cache(shape.num_layers, shape.num_kv_heads, shape.head_dim, net.dtype, self.device)
 
     @abstractmethod
     def forward(self, entries: Entries, *, want_logits: bool = True, last: Tensor | None = None) -> Outputs:
@@ -144,7 +145,7 @@ class Runner(ABC):
         lengths: Sequence[int],
         prompt_lengths: Sequence[int] | None = None,
         accept: AcceptArgs | None = None,
-    ) -> Verified:
+    ) -> TargetOutput:
         """Run whole trees of a target, whose rows have ``lengths`` (B,) committed KV slots.
 
         Args:
@@ -152,7 +153,7 @@ class Runner(ABC):
         """
         logits, out = self.forward(Entries(tree, lengths, prompt_lengths=prompt_lengths))
         assert logits is not None
-        return Verified(logits, out, tree)
+        return TargetOutput(logits, out, tree, self.keeps_outputs)
 
     def draft(self, request: DraftRequest, verify: VerifyRequest | None = None) -> Drafted:
         """Read the unread entries and grow a tree below the last one of every row, and verify it if this runner can."""
@@ -181,7 +182,7 @@ class Runner(ABC):
 
     def catch_up(self, request: DraftRequest) -> tuple[DraftTree, Tensor, Tensor | None]:
         """The unread entries as chains (B, W), the last entry of each row (B, 1, 1), and the states (B, W, H)."""
-        device, width = self.net.device, request.num_entries
+        device, width = self.device, request.num_entries
         tokens = [[*ids, *[PAD] * (width - len(ids))] for ids in request.tokens]
         last = on_device([max(len(ids), 1) - 1 for ids in request.tokens], device)[:, None, None]
         states = None if request.features is None else self.fuse(request.features[:, :width])
@@ -192,7 +193,7 @@ class Runner(ABC):
 
     def commit(self, lengths: Sequence[int], path: Tensor) -> None:
         """Move the kept nodes of every row, (B, D) padded with PAD, to the slots after ``lengths``."""
-        self.cache.commit(on_device(lengths, self.net.device), path)
+        self.cache.commit(on_device(lengths, self.device), path)
 
     def prefill(
         self,
@@ -211,7 +212,7 @@ class Runner(ABC):
         pieces = []
         for done in range(0, len(ids), PREFILL_CHUNK):
             chunk = ids[done : done + PREFILL_CHUNK]
-            chain = DraftTree.chain(on_device([chunk], self.net.device))
+            chain = DraftTree.chain(on_device([chunk], self.device))
             states = None if features is None else self.fuse(features[:, done : done + len(chunk)])
             entries = Entries(chain, [start + done], row, states=states, prompt_lengths=prompts)
             piece = self.forward(entries, want_logits=False)[1]
@@ -224,7 +225,7 @@ class Runner(ABC):
         Summed over these tokens and over the query heads that share a KV head. Writes no slots: ``ids`` are in the
         row's slots from ``start`` on already.
         """
-        shape, device = self.net.shape, self.net.device
+        shape, device = self.net.shape, self.device
         watched = torch.zeros(shape.num_layers, shape.num_kv_heads, start, device=device)
         prompts = None if prompt_length is None else [prompt_length]
         chain = DraftTree.chain(on_device([ids], device))
@@ -258,7 +259,7 @@ def num_padding(num_rows: int, device: torch.device) -> int:
 
 class EagerRunner(Runner):
     def forward(self, entries: Entries, *, want_logits: bool = True, last: Tensor | None = None) -> Outputs:
-        device, prompts, upto = self.net.device, entries.prompt_lengths, entries.upto
+        device, prompts, upto = self.device, entries.prompt_lengths, entries.upto
         self.cache.hold(entries.first_row, entries.lengths, entries.tree.num_nodes)
         prompts_B = None if prompts is None else on_device(prompts, device)
         lengths_B = on_device(entries.lengths, device)
@@ -285,7 +286,7 @@ class EagerRunner(Runner):
         positions = lengths_B[:, None] + tree.depths[:, first_node:]
         prompts = None if prompts_B is None else prompts_B[:, None]
         cis = net.rotary.cis(positions, prompts, upto=upto).view(real, 1, -1)
-        padding = num_padding(real, net.device)
+        padding = num_padding(real, self.device)
         ids = F.pad(ids.clamp(min=0).reshape(-1), (0, padding))
         states = None if entries.states is None else F.pad(entries.states.flatten(0, 1), (0, 0, 0, padding))
         slots = TreeSlots(

@@ -23,10 +23,11 @@ from torch import Tensor
 from draftwing.errors import DraftwingWarning
 from draftwing.models import gpu
 from draftwing.models.cache import KVCache
+from draftwing.models.context import TargetOutput
 from draftwing.models.paged import makes_pages
 from draftwing.noise import AcceptArgs
 from draftwing.runtime.forward import PREFILL_CHUNK, EagerRunner, Entries, Net, pick
-from draftwing.runtime.tree_builder import Drafted, DraftRequest, TreeBuilder, Verified, VerifyRequest
+from draftwing.runtime.tree_builder import Drafted, DraftRequest, TreeBuilder, VerifyRequest
 from draftwing.sampling import SamplingBatch
 from draftwing.torch_utils import on_device
 from draftwing.tree import PAD, DraftTree
@@ -38,22 +39,17 @@ Outputs = tuple[Tensor, ...]
 T = TypeVar("T")
 
 
-class _Recorded(threading.local):
-    count = 0
-
-
-_recorded = _Recorded()
-
-
-def num_recorded() -> int:
+class RecordingCount(threading.local):
     """The number of recordings that this thread has made: a step with one takes as long as many others."""
-    return _recorded.count
+
+    num = 0
+
+
+RECORDED = RecordingCount()
 
 
 class Record(Protocol):
     """Records a function, maybe by several runs, and returns one that replays it into the same tensors."""
-
-    num_recorded: int
 
     def __call__(self, function: Callable[[], Outputs]) -> Callable[[], Outputs]: ...
 
@@ -64,11 +60,9 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._first: torch.cuda.CUDAGraph | None = None  # a pool ends with its last graph: this one stays
-        self.num_recorded = 0
 
     def __call__(self, function: Callable[[], Outputs]) -> Callable[[], Outputs]:
         """See ``Record``. A function that cannot be captured runs eagerly instead, and a warning says why."""
-        self.num_recorded += 1
         with torch.cuda.device(self._device):
             stream, current = torch.cuda.Stream(self._device), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
             stream.wait_stream(current)
@@ -125,7 +119,7 @@ class Recording(Generic[T]):
         """Outputs for the current inputs, valid until the next run of any recording of the same ``Record``."""
         if self.replay is None:
             self.replay = self.record(self.function)
-            _recorded.count += 1
+            RECORDED.num += 1
         return self.replay()
 
 
@@ -249,7 +243,7 @@ class RecordedRunner(EagerRunner):
         width = round_up_slots(last_slot, self.cache)
         key = (rows, length, width)
         recording = self._prompts.get(key, lambda: self._prompt(rows, length, width))
-        prompt, device = recording.inputs, self.net.device
+        prompt, device = recording.inputs, self.device
         numbers = [[entries.first_row + row, start] for row, start in enumerate(entries.lengths)]
         prompt.numbers.copy_(on_device(numbers, device))
         prompt.tokens[:, :count].copy_(entries.tokens)
@@ -259,10 +253,10 @@ class RecordedRunner(EagerRunner):
         return outputs[0][:, :count].clone() if outputs else None
 
     def _prompt(self, rows: int, length: int, width: int) -> tuple[_Prompt, Callable[[], Outputs]]:
-        tokens = torch.zeros(rows, length, dtype=torch.int64, device=self.net.device)
+        tokens = torch.zeros(rows, length, dtype=torch.int64, device=self.device)
         size, states = self.net.shape.state_width or self.net.shape.feature_width, None
         if size:
-            states = torch.zeros(rows, length, size, dtype=self.net.dtype, device=self.net.device)
+            states = torch.zeros(rows, length, size, dtype=self.net.dtype, device=self.device)
         prompt = _Prompt(torch.zeros_like(tokens[:, :2]), tokens, states, self.net.rotary.table(width))
 
         def run() -> Outputs:
@@ -279,10 +273,10 @@ class RecordedRunner(EagerRunner):
         lengths: Sequence[int],
         prompt_lengths: Sequence[int] | None = None,
         accept: AcceptArgs | None = None,
-    ) -> Verified:
+    ) -> TargetOutput:
         """See ``Runner.verify``. Acceptance reads the paths that the forward has computed."""
         logits, out, paths = self._replay(Entries(tree, lengths))
-        return Verified(logits, out, tree if tree.is_line else replace(tree, paths=paths))
+        return TargetOutput(logits, out, tree if tree.is_line else replace(tree, paths=paths), self.keeps_outputs)
 
     def _replay(self, entries: Entries) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor]]:
         """Logits and second output of the new nodes, and ``DraftTree.paths`` of all nodes."""
@@ -305,8 +299,8 @@ class RecordedRunner(EagerRunner):
         return logits[:rows, :fresh], out[0][:rows, :fresh] if out else None, paths
 
     def _bucket(self, rows: int, nodes: int, width: int, first_node: int) -> tuple[_Bucket, Callable[[], Outputs]]:
-        tokens = torch.full((rows, nodes), PAD, dtype=torch.int64, device=self.net.device)
-        lengths = torch.zeros(rows, dtype=torch.int64, device=self.net.device)
+        tokens = torch.full((rows, nodes), PAD, dtype=torch.int64, device=self.device)
+        lengths = torch.zeros(rows, dtype=torch.int64, device=self.device)
         bucket = _Bucket(tokens, torch.full_like(tokens, -1), lengths, self.net.rotary.table(width))
 
         def run() -> Outputs:

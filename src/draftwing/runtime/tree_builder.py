@@ -31,11 +31,11 @@ from torch import Tensor
 from draftwing.methods.base import Budget
 from draftwing.methods.calibration import Calibration
 from draftwing.models.cache import View
-from draftwing.models.context import Context
+from draftwing.models.context import Context, TargetOutput
 from draftwing.noise import DRAFT, AcceptArgs, gumbel, hash_bits
 from draftwing.sampling import History, SamplingBatch
 from draftwing.torch_utils import on_device
-from draftwing.tree import PAD, Accepted, DraftTree, GrowthRule
+from draftwing.tree import PAD, DraftTree, GrowthRule
 
 DEFAULT = Calibration()
 UNKNOWN_PROB = 0.5  # for nodes of drafters that give no probability: the acceptance rate of their depth decides
@@ -95,16 +95,6 @@ class DraftRequest:
             return replace(self, budget=replace(budget, depth=depth))
         return replace(self, budget=replace(budget, paths=tuple(path for path in budget.paths if len(path) <= depth)))
 
-    def kernel_limits(self) -> tuple[int, int] | None:
-        """Most levels and most nodes, if the CPU kernel can grow these trees in one call; else None."""
-        budget, has_noise = self.budget, self.sampling.noise.handle is not None
-        depth, nodes = budget.depth, budget.depth if budget.width == 1 else budget.nodes
-        if budget.paths or budget.children not in ("keyed", "top") or nodes is None or not has_noise:
-            return None
-        if budget.rule is not None:
-            depth, nodes = min(depth, budget.rule.max_depth), min(nodes, budget.rule.max_nodes)
-        return (depth, nodes) if depth >= 1 else None
-
     def builder(self) -> TreeBuilder:
         """To grow the trees level by level."""
         history = self.ctx.history() if self.sampling.penalises else None
@@ -125,16 +115,6 @@ class VerifyRequest(NamedTuple):
     accept: AcceptArgs
 
 
-class Verified(NamedTuple):
-    """One target forward over whole trees."""
-
-    logits: Tensor  # (B, N, V)
-    out: Tensor | None  # (B, N, F) features, or None. With ``accepted``, those of the kept nodes in path order.
-    tree: DraftTree  # the trees, with ``DraftTree.paths`` if the forward computed them
-    accepted: Accepted | None = None  # the kept nodes, if the runner has already committed them
-    seconds: float = 0.0  # duration, if the verification was part of the call that drafted
-
-
 class Drafted(NamedTuple):
     """Finished trees."""
 
@@ -145,7 +125,8 @@ class Drafted(NamedTuple):
     num_levels: int = 0  # levels below the root that the network ran
     # (B, at most N, H) of a chain: second output of a network that reads tokens alone, for the nodes it ran
     states: Tensor | None = None
-    verified: Verified | None = None  # the forward of ``tree``, if a ``VerifyRequest`` could be served in the same call
+    # the target's forward of ``tree``, if a ``VerifyRequest`` could be served in the same call
+    verified: TargetOutput | None = None
     # finishes the target's forward of ``tree``, part of which drafting has run: returns (B, N, V) logits
     resume: Callable[[], Tensor] | None = None
 
@@ -511,16 +492,43 @@ def num_worthwhile(ranked: Sequence[Sequence[float]], rule: GrowthRule, max_node
 
 
 @dataclass
-class _RowTree:
-    """One row's nodes in the order in which they were added, parents first; node 0 is the root."""
+class WeighedTree:
+    """A row's nodes with their probabilities, parents first; node 0 is the root."""
 
     tokens: list[int]
     parents: list[int] = field(default_factory=lambda: [-1])
-    # the drafter's probability of each node given its parent
-    node_probs: list[float] = field(default_factory=lambda: [1.0])
-    # the probability that the node is accepted, from acceptance rates
-    path_probs: list[float] = field(default_factory=lambda: [1.0])
     depths: list[int] = field(default_factory=lambda: [0])
+    node_probs: list[float] = field(default_factory=lambda: [1.0])  # the probability of each node given its parent
+    path_probs: list[float] = field(default_factory=lambda: [1.0])  # the probability that the node is accepted
+
+
+def together(
+    trees: Sequence[WeighedTree], kept: Sequence[Sequence[int]], device: torch.device, num_forwards: float | None = None
+) -> DraftTree:
+    """Return the ``kept`` nodes of every row, parents first, as one batch of trees."""
+    width, is_line, deepest = max(map(len, kept)), True, 0
+    columns: list[list[list[Any]]] = [[], [], [], []]
+    for tree, nodes in zip(trees, kept, strict=True):
+        index, rest = {node: i for i, node in enumerate(nodes)}, width - len(nodes)
+        parents = [-1, *[index[tree.parents[node]] for node in nodes[1:]]]
+        is_line &= parents == [*range(-1, len(nodes) - 1)]
+        deepest = max(deepest, *[tree.depths[node] for node in nodes])
+        columns[0].append([*[tree.tokens[node] for node in nodes], *[PAD] * rest])
+        columns[1].append([*parents, *[-1] * rest])
+        columns[2].append([*[tree.path_probs[node] for node in nodes], *[0.0] * rest])
+        columns[3].append([*[tree.node_probs[node] for node in nodes], *[0.0] * rest])
+    tokens_BN, parents_BN = torch.tensor(columns[:2], device=device).unbind()
+    path_BN, node_BN = torch.tensor(columns[2:], dtype=torch.float32, device=device).unbind()
+    return DraftTree(
+        tokens_BN, parents_BN, path_BN, node_probs=node_BN, num_draft_forwards=num_forwards, is_line=is_line,
+        depth=deepest,
+    )  # fmt: skip
+
+
+@dataclass
+class _RuledTree(WeighedTree):
+    """A row's tree while it grows; nodes are in the order in which they were added."""
+
     places: list[int] = field(default_factory=lambda: [0])  # index among the expanded nodes; PAD for leaves
     # all nodes but the root by ``path_probs``; equal ones as they were added
     order: list[int] = field(default_factory=list)
@@ -535,7 +543,7 @@ class RuledTrees:
     Expands at most ``width`` nodes of each level, and keeps at most ``max_nodes``.
     """
 
-    def __init__(self, rule: GrowthRule, trees: Sequence[_RowTree], width: int, max_nodes: int) -> None:
+    def __init__(self, rule: GrowthRule, trees: Sequence[_RuledTree], width: int, max_nodes: int) -> None:
         self._rule, self._trees, self._width, self._max_nodes = rule, trees, width, max_nodes
         self._rate = AcceptRates(rule.knots, rule.rates)
         self._expanded = [(list(tree.tokens[:1]), [-1]) for tree in trees]  # tokens and parents of the expanded nodes
@@ -546,7 +554,8 @@ class RuledTrees:
         cls, rule: GrowthRule, roots: Sequence[int], active: Sequence[bool], width: int, max_nodes: int | None
     ) -> RuledTrees:
         """Lone roots."""
-        trees = [_RowTree([root], expanded=[0 if drafts else PAD]) for root, drafts in zip(roots, active, strict=True)]
+        rows = zip(roots, active, strict=True)
+        trees = [_RuledTree([root], expanded=[0 if is_active else PAD]) for root, is_active in rows]
         return cls(rule, trees, width, rule.max_nodes if max_nodes is None else min(max_nodes, rule.max_nodes))
 
     def branch(
@@ -616,7 +625,7 @@ class RuledTrees:
     def finish(self, device: torch.device) -> Drafted:
         """The nodes that are worth their verification."""
         kept = self.kept()
-        tree = self.cut(kept, self._num_forwards, device)
+        tree = together(self._trees, kept, device, self._num_forwards)
         if self._width == 1:
             return Drafted(tree, None, self._num_levels - 1)
         places = [
@@ -639,26 +648,6 @@ class RuledTrees:
             ranked.append([path_probs[node] for node in tree.order[: self._max_nodes]])
         return num_worthwhile(ranked, self._rule, self._max_nodes)
 
-    def cut(self, kept: Sequence[Sequence[int]], num_forwards: float, device: torch.device) -> DraftTree:
-        """A tree of these nodes."""
-        width, is_line, deepest = max(map(len, kept)), True, 0
-        columns: list[list[list[Any]]] = [[], [], [], []]
-        for tree, nodes in zip(self._trees, kept, strict=True):
-            index, rest = {node: i for i, node in enumerate(nodes)}, width - len(nodes)
-            parents = [-1, *[index[tree.parents[node]] for node in nodes[1:]]]
-            is_line &= parents == [*range(-1, len(nodes) - 1)]
-            deepest = max(deepest, *[tree.depths[node] for node in nodes])
-            columns[0].append([*[tree.tokens[node] for node in nodes], *[PAD] * rest])
-            columns[1].append([*parents, *[-1] * rest])
-            columns[2].append([*[tree.path_probs[node] for node in nodes], *[0.0] * rest])
-            columns[3].append([*[tree.node_probs[node] for node in nodes], *[0.0] * rest])
-        tokens_BN, parents_BN = torch.tensor(columns[:2], device=device).unbind()
-        path_BN, node_BN = torch.tensor(columns[2:], dtype=torch.float32, device=device).unbind()
-        return DraftTree(
-            tokens_BN, parents_BN, path_BN, node_probs=node_BN, num_draft_forwards=num_forwards, is_line=is_line,
-            depth=deepest,
-        )  # fmt: skip
-
 
 def prune_by_rule(tree: DraftTree, rule: GrowthRule) -> DraftTree:
     """The nodes of a finished tree that are worth their verification, for drafters that do not grow trees by the rule.
@@ -678,12 +667,11 @@ def prune_by_rule(tree: DraftTree, rule: GrowthRule) -> DraftTree:
             if above >= 0:
                 depths[node] = depths[above] + 1
                 path_probs[node] = path_probs[above] * rates(probs[node], depths[above])
-        trees.append(_RowTree(tokens, parents, probs, path_probs, depths))
+        trees.append(_RuledTree(tokens, parents, depths, probs, path_probs))
     deepest = max(max(row.depths) for row in trees)
     num_forwards = float(deepest) if tree.num_draft_forwards is None else tree.num_draft_forwards
-    ruled = RuledTrees(rule, trees, 1, rule.max_nodes)
-    kept = ruled.kept()
+    kept = RuledTrees(rule, trees, 1, rule.max_nodes).kept()
     if sum(map(len, kept)) < int(tree.valid.sum()):
-        return ruled.cut(kept, num_forwards, tree.tokens.device)
+        return together(trees, kept, tree.tokens.device, num_forwards)
     confidence = torch.tensor([row.path_probs for row in trees], device=tree.tokens.device)
     return replace(tree, confidence=confidence, num_draft_forwards=num_forwards)

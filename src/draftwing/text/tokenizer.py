@@ -263,16 +263,17 @@ class Tokenizer:
 
 
 def _pretrained(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
     try:
+        from transformers import AutoTokenizer
+
         # Without an explicit False, transformers asks on stdin whether to run the folder's own code.
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds of errors, and what its backends raise
         reason = " ".join(str(error).split())
+        fix = "install what is missing" if isinstance(error, ImportError) else "download its files again"
         raise TokenizerError(
-            f"{folder}: transformers cannot load this tokenizer ({reason}): download its files again. A tokenizer that "
-            f"needs Python code of its folder is not supported"
+            f"{folder}: transformers cannot load this tokenizer ({reason}): {fix}. A tokenizer that needs Python code "
+            f"of its folder is not supported"
         ) from error
 
 

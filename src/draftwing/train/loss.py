@@ -6,7 +6,7 @@ Shape suffixes: B rows, T tokens, C entries of a row, R entries that count, H hi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,15 +15,7 @@ from torch import Tensor
 
 from draftwing.errors import ConfigError
 from draftwing.methods.net import DraftNet, Scored
-from draftwing.methods.objectives import (
-    DraftLoss,
-    StepGuesses,
-    StepSums,
-    TruthLike,
-    feature_loss,
-    product_dtype,
-    step_sums,
-)
+from draftwing.methods.objectives import DraftLoss, StepGuesses
 from draftwing.methods.registry import method_of_net
 from draftwing.methods.unroll import unroll
 from draftwing.models.linear import Linear
@@ -85,7 +77,7 @@ class Truth:
 
 
 class UnrolledLoss(DraftLoss):
-    """The loss of an unrolled net; see ``unroll`` for its noise and its later share."""
+    """The loss of an unrolled net; see ``unroll`` for its later share."""
 
     def check(self) -> None:
         """Raise ConfigError if the net's own LM head has a bias."""
@@ -95,23 +87,9 @@ class UnrolledLoss(DraftLoss):
                 f"head without one"
             )
 
-    def forward(self, scored: Scored, truth: TruthLike, *, agreement: bool = False) -> list[StepSums]:
-        dtype, weight = product_dtype(scored.features, self.net.dtype), self.narrow(self.net.head_weight)
-        features = scored.features.to(self.net.dtype)
-        noise, share = (self.noise, self.later_share) if self.training else (0.0, 1.0)
-        sums = []
-        for step in unroll(self.net, scored.batch.ids, features, self.num_steps, noise, share):
-            entries, where = truth.rows(step.index, step.entries, of_text=self.objective.of_text)
-            result = step_sums(step.read[entries], weight, truth, where, self.objective, dtype, agreement=agreement)
-            if self.objective.feature_weight:
-                regression = feature_loss(step.states[entries], truth.last[where]).sum()
-                result = replace(result, loss=result.loss + self.objective.feature_weight * regression)
-            sums.append(result)
-        return sums
-
     def steps(self, scored: Scored, num_steps: int) -> Iterator[StepGuesses]:
-        for step in unroll(self.net, scored.batch.ids, scored.features.to(self.net.dtype), num_steps):
-            yield StepGuesses(step.index, step.entries, step.read)
+        features = self.noisy(scored.features[:, :-2])  # the last two positions have no entry
+        return unroll(self.net, scored.batch.ids, features, num_steps, self.later_share if self.training else 1.0)
 
 
 def loss_of(net: DraftNet, *args: Any) -> Any:

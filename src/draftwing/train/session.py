@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -134,8 +134,12 @@ def prepare(
             done and the total.
     """
     for package in ("accelerate", "tensorboard", "matplotlib"):
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"training needs the package {package}: run pip install 'draftwing[train]'")
+        try:
+            import_module(package)
+        except ImportError as error:
+            raise ConfigError(
+                f"training needs the package {package} ({error}): run pip install 'draftwing[train]'"
+            ) from error
     from accelerate import Accelerator
 
     if not layers and (files.cache is None or options.own_text):
