@@ -479,6 +479,7 @@ class CombinedDrafter(Drafter):
         self.drafts = any(part.drafts for part in self.parts)
         self.costs_forwards = any(part.costs_forwards for part in self.parts)
         self.learns = any(part.learns for part in self.parts)
+        self.has_probs = all(part.has_probs for part in self.parts)
         self.resumes = all(part.resumes or not (part.reads_features or part.costs_forwards) for part in self.parts)
         self.identity = " + ".join(f"{part.name} {part.identity}".strip() for part in self.parts)
         self.num_bytes = sum(part.num_bytes for part in self.parts)
