@@ -216,6 +216,7 @@ class Drafter:
         identity: besides ``name``, tells apart what caches must not mix up: two heads of one name.
         num_bytes: weights that one forward of its network reads, including the LM head.
         runs_as: what computes its matrices, such as ``CPU kernel, int8``; empty without a network.
+        tokenizer: how drafts of a model with another tokenizer become the target's tokens; empty if there is none.
         is_one_request: its ``propose`` is one request to a runner (``NetDrafter``), so that the target may verify the
             trees in the same call.
         context: tokens beyond which a draft does not become slower; 0 if its time hardly depends on the context.
@@ -234,6 +235,7 @@ class Drafter:
     identity: str = ""
     num_bytes: int = 0
     runs_as: str = ""
+    tokenizer: str = ""
     is_one_request: bool = False
     context: int = 0
     part_names: tuple[str, ...] = ()
@@ -294,7 +296,7 @@ class Drafter:
     def copy_capabilities(self, drafter: Drafter) -> None:
         """Take the attributes that describe ``drafter``, which this one wraps; its name and identity are kept."""
         names = "features drafts costs_forwards grows_by_rule learns resumes lists num_bytes runs_as context part_names"
-        for name in (*names.split(), "has_probs"):
+        for name in (*names.split(), "has_probs", "tokenizer"):
             setattr(self, name, getattr(drafter, name))
 
 

@@ -69,7 +69,7 @@ from draftwing.models.weights import WeightFiles, Weights
 from draftwing.noise import KeyedNoise
 from draftwing.runtime.forward import Entries, NetShape, TorchRuntime
 from draftwing.runtime.tree_builder import UNKNOWN_PROB, AcceptRates, Children, Drafted, DraftRequest, prune_by_rule
-from draftwing.sampling import SamplingBatch
+from draftwing.sampling import PENALTIES, Sampling, SamplingBatch
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.text.translate import DraftText, Pieces, Translation
 from draftwing.torch_utils import inference
@@ -94,6 +94,8 @@ class CausalLMDrafter(NetDrafter):
         self.name = f"causal-lm ({model.name})"
         self.num_bytes, self.runs_as = model.num_weight_bytes, model.runs_as
         self.identity = f"{self.name}, {self.num_bytes}"
+        if isinstance(model.net, ResizedNet) and model.net.places is not None:
+            self.tokenizer = "another, with the target's tokens under other ids"
         self.runner = model.runs.runner(model.net, self)
         self._read: list[int] = []  # tokens of each row that lie in its slots here
         self._drafted: Drafted | None = None  # the tree that is being verified
@@ -231,12 +233,13 @@ class TranslatingDrafter(CausalLMDrafter):
     """
 
     is_one_request = grows_by_rule = resumes = has_probs = False
+    tokenizer = "another: drafts are encoded again by the target's"
 
-    def __init__(self, model: Any, translation: Translation) -> None:
+    def __init__(self, model: Any, target_vocab_size: int, translation: Translation) -> None:
         with outside_pages():
             super().__init__(model, model.vocab_size)
         self.name = f"causal-lm ({model.name}, another tokenizer)"
-        self._translation, self._rows = translation, list[TranslatedRow]()
+        self._translation, self._rows, self._target_vocab_size = translation, list[TranslatedRow](), target_vocab_size
         self._sampling: tuple[SamplingBatch, SamplingBatch] | None = None  # the target's and the draft model's
         first = [max(token, 0) for token in translation.first[: model.vocab_size]]
         self._first = torch.tensor([*first, *[0] * (model.vocab_size - len(first))], device=model.device)
@@ -249,7 +252,8 @@ class TranslatingDrafter(CausalLMDrafter):
         row = TranslatedRow(text, len(text.ids))
         if self._space(row) > 0:
             row.num_read = max(len(text.ids) - 1, 0)
-        self.runner.prefill(len(self._rows), text.ids[: row.num_read], prompt_length=row.prompt_length)
+        ids = self._readable(text.ids[: row.num_read])
+        self.runner.prefill(len(self._rows), ids, prompt_length=row.prompt_length)
         text.settle()
         self._rows.append(row)
 
@@ -290,7 +294,7 @@ class TranslatingDrafter(CausalLMDrafter):
         starts = [
             row.num_read if fit else max(len(row.text.ids) - 1, 0) for row, fit in zip(self._rows, fits, strict=True)
         ]
-        unread = [row.text.ids[start:] or [0] for row, start in zip(self._rows, starts, strict=True)]
+        unread = [self._readable(row.text.ids[start:]) or [0] for row, start in zip(self._rows, starts, strict=True)]
         roots = [max(len(row.text.ids) - 1, 0) for row in self._rows]
         return DraftRequest(
             ctx, fits, self._sampling_of(sampling), budget, self._calibration, unread, starts, roots, wants_places=True
@@ -299,13 +303,9 @@ class TranslatingDrafter(CausalLMDrafter):
     def _sampling_of(self, sampling: SamplingBatch) -> SamplingBatch:
         """Return the rows' sampling over the draft model's vocabulary; penalties and biases are left out."""
         if self._sampling is None or self._sampling[0] is not sampling:
-            neutral: dict[str, Any] = {
-                "repetition_penalty": 1.0,
-                "presence_penalty": 0.0,
-                "frequency_penalty": 0.0,
-                "logit_bias": {},
-            }
-            rows = [replace(row, banned_tokens=(), laws=0, **neutral) for row in sampling.rows]
+            names = ("laws", "logit_bias", "banned_tokens", *(f"{name}_penalty" for name in PENALTIES))
+            neutral = {name: getattr(Sampling(), name) for name in names}
+            rows = [replace(row, **neutral) for row in sampling.rows]
             noise = noise_of(len(self._first), self._first.device)  # the kernel drafts greedily with it
             if not sampling.all_greedy:
                 noise = TranslatedNoise(sampling.noise, self._first)
@@ -352,7 +352,8 @@ class TranslatingDrafter(CausalLMDrafter):
             while nodes[0]:
                 nodes.insert(0, state.parents[nodes[0]])
             tokens, counts = self._translation.to_target(before, [state.tokens[node] for node in nodes[1:]])
-            paths.append((tokens[: budget.depth], [reached[nodes[count]] for count in counts]))
+            known = takewhile(lambda token: token < self._target_vocab_size, tokens[: budget.depth])
+            paths.append((list(known), [reached[nodes[count]] for count in counts]))
         max_nodes = len(budget.paths) if budget.paths else budget.nodes or budget.depth * budget.width
         tokens, parents, sources = merge_paths(row.tokens[-1], [path for path, _ in paths], 1 + max_nodes)
         depths, probs, chances = node_depths(parents), [1.0], [1.0]
@@ -777,7 +778,7 @@ class CausalLM(NetMethod):
                     f"draft_options: draft={source.options['draft']!r} needs a draft model with the target's "
                     f"tokenizer, and that of {source.name} is another: leave it out"
                 )
-            return partial(TranslatingDrafter, model, translation)
+            return partial(TranslatingDrafter, model, target.vocab_size, translation)
         # The same tokenizer, but larger sizes of a family often pad their matrices to more rows.
         if source.tokenizer is not None and model.vocab_size != target.vocab_size:
             model = resized(model, target.vocab_size)

@@ -61,6 +61,11 @@ class Pieces:
         ids = self.tokenizer.fast.encode("", add_special_tokens=True).ids
         return list(takewhile(lambda token: token in self.specials and token not in self.eos_ids, ids))
 
+    @cached_property
+    def puts_space(self) -> bool:
+        """True if this tokenizer puts a space before a text."""
+        return b"".join(map(self.of, self.tokenizer.encode_plain("x"))) == b" x"
+
     def of(self, token: int) -> bytes:
         """Return the bytes of a token; none if it is special or unknown."""
         return self.bytes[token] if token < len(self.bytes) else b""
@@ -228,8 +233,8 @@ class DraftText:
         self._translation, self.ids, self.is_complete = translation, list(translation.draft.prefix), True
         self.num_stable = 0
         self._num_taken = 0  # target tokens
-        self._start = len(self.ids)  # of the ids that may be encoded again
-        self._data, self._ends = bytearray(), list[int]()  # bytes after them, and where each of their tokens ends
+        # The first id that may be encoded again, the bytes from there on, and where each of their tokens ends.
+        self._restart()
 
     def settle(self) -> None:
         """Take ``ids`` for final, for ``num_stable``."""
@@ -247,12 +252,15 @@ class DraftText:
             special = to_draft[token]
             if special >= 0 and not (at == 0 and special in self.ids):  # a begin token that is there already
                 self.ids.append(special)
-            self._restart(b"")
+            self._restart()
         self._num_taken = len(tokens)
         self._encode()
 
-    def _restart(self, data: bytes) -> None:
-        self._start, self._data, self._ends = len(self.ids), bytearray(data), []
+    def _restart(self, rest: bytes | None = None) -> None:
+        """Let the next bytes begin a text; with ``rest``, continue one."""
+        self._start, self._data, self._ends = len(self.ids), bytearray(rest or b""), list[int]()
+        self._has_space = rest is None and self._translation.target.puts_space
+        self._puts_space = rest is None and self._translation.draft.puts_space
 
     def _encode(self) -> None:
         """Encode the text after the last tokens that stay."""
@@ -261,13 +269,19 @@ class DraftText:
             self.is_complete = True
             return
         kept = self._num_kept()
+        if self._has_space:
+            del self._data[: self._data.startswith(b" ")]  # the target's tokenizer has put it there
+            self._has_space = False
         begin, stop = self._ends[kept - 1] if kept else 0, num_whole(self._data)
-        ids = draft.encode(bytes(self._data[begin:stop]))
+        piece = bytes(self._data[begin:stop])
+        if not kept and self._puts_space and stop:
+            begin, piece = begin - 1, b" " + piece
+        ids = draft.encode(piece)
         if ids is None:  # the tokenizer changes the text, or it is none: from here on by parts
-            text = self._data[begin:stop].decode("utf-8", "replace")
+            text = self._data[max(begin, 0) : stop].decode("utf-8", "replace")
             self.ids = [*old[: self._start + kept], *draft.tokenizer.encode_plain(text)]
             self._restart(bytes(self._data[stop:]))
-            begin = stop = 0
+            stop = 0
         else:
             self.ids = [*old[: self._start + kept], *ids]
             self._ends = [*self._ends[:kept], *accumulate(map(len, map(draft.of, ids)), initial=begin)]
