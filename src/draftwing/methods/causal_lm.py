@@ -204,7 +204,7 @@ class TranslatedRow:
     text: DraftText
     prompt_length: int
     num_read: int = 0  # ids that lie in its slots
-    tokens: list[int] = field(default_factory=list)  # of the draft, the root first
+    tokens: list[int] = field(default_factory=list)  # the draft's, the root first
     parents: list[int] = field(default_factory=list)
     places: list[int] = field(default_factory=list)  # as in ``Drafted``
 

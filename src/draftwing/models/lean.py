@@ -48,6 +48,7 @@ from draftwing.models.layers import (
     settled,
 )
 from draftwing.models.linear import Embedding, Layout, Linear, check_arithmetic, check_quantize, runs_as
+from draftwing.models.lora import LoraWeights
 from draftwing.models.rope import LayeredRotary, Rotary
 from draftwing.models.target import Target
 from draftwing.models.weights import Stored, Weights, check_finite, expand_mxfp4
@@ -541,6 +542,7 @@ class LeanTarget(Target):
         arithmetic: str | None = None,
         layers: bool = True,
         rows: Sequence[int] | None = None,
+        lora: Path | None = None,
     ) -> LeanTarget:
         """Load a Hugging Face folder.
 
@@ -555,6 +557,7 @@ class LeanTarget(Target):
             layers: False loads only embedding, final norm and LM head (see ``Target.has_layers``).
             rows: renumber the tokens, for a draft model whose tokenizer has the target's tokens under other ids: for
                 each of the target's tokens the model's, or -1, which gets a logit of -inf.
+            lora: folder of an adapter to merge (``models.lora``).
         """
         device = torch.device(device)
         check_quantize(quantize, dtype, device)
@@ -568,7 +571,11 @@ class LeanTarget(Target):
         check_quantize(quantize, dtype, device, layout.runs)
         states = torch.float32 if layout.runs == "kernel" else dtype  # in the kernel only products are in bfloat16
         layout = replace(layout, expand=expand, arithmetic=arithmetic or "int8")
-        reader = Reader(open_weights(folder), states, device, layout)
+        files = open_weights(folder)
+        if lora is not None:
+            files = LoraWeights(files, lora, is_tied=config.tie_word_embeddings)
+            config = replace(config, tie_word_embeddings=config.tie_word_embeddings and not files.unties)
+        reader = Reader(files, states, device, layout)
         with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:  # packing is bound by memory traffic
             numbers = range(config.num_layers if layers else 0)
             decoder_layers = list(pool.map(partial(read_layer, reader, config), numbers))

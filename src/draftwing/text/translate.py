@@ -15,7 +15,7 @@ from itertools import accumulate, takewhile
 from draftwing.text.tokenizer import Tokenizer
 
 WINDOW = 8  # tokens before new text that are encoded again with it: more than the parts of nearly all words
-SAME_SHARE = 0.99  # of both vocabularies' tokens, from which tokens are matched one to one
+SAME_SHARE = 0.99  # common tokens, as a share of both vocabularies, from which they are matched one to one
 
 
 class Pieces:
