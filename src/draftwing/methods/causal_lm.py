@@ -87,7 +87,7 @@ class CausalLMDrafter(NetDrafter):
         if model.vocab_size != target_vocab_size:
             raise TokenizerError(
                 f"draft model {model.name} has a vocabulary of {model.vocab_size}, the target {target_vocab_size}: "
-                f"a draft model must share the target's tokenizer; choose another, or draft='lookup'"
+                f"with another tokenizer, the target's must be known; give it, or choose draft='lookup'"
             )
         self.model, self._calibration = model, calibration or Calibration()
         self._num_tokens = model.net.num_tokens if isinstance(model.net, ResizedNet) else target_vocab_size
