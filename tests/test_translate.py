@@ -213,7 +213,7 @@ def toy(tmp_path_factory):
     return renumbered(resolve("toy"), tmp_path_factory.mktemp("toy") / "draft", extra=100)
 
 
-@pytest.mark.parametrize(("temperature", "least"), [(0.0, 3.5), (1.0, 2.5)])
+@pytest.mark.parametrize(("temperature", "least"), [(0.0, 4.5), (1.0, 3.6)])
 def test_a_model_drafts_for_its_twin_through_text(toy, temperature, least):
     prompts = ["def area(", "import os\n", "text = '😀 é"]
     sampling = {"max_tokens": 40, "temperature": temperature, "seed": 3, "ignore_eos": True}
@@ -223,7 +223,7 @@ def test_a_model_drafts_for_its_twin_through_text(toy, temperature, least):
     for budget in (None, dw.Budget(4, 3, 12)):
         results = lm.generate(prompts, speculation=budget, max_batch=2, **sampling)
         assert [one.token_ids for one in results] == expected
-        assert sum(one.tau for one in results) / 3 > least
+        assert sum(one.tau for one in results) / 3 > least  # of 5
     assert describe_lm(lm)["drafter"]["tokenizer"].startswith("another")
 
 

@@ -42,7 +42,7 @@ from draftwing.formats.write import write_folder
 from draftwing.methods.base import Budget, Drafter, ListTree, no_probs, swap_remove
 from draftwing.methods.calibration import Calibration
 from draftwing.methods.ensemble import together, unite
-from draftwing.methods.lookup import SuffixAutomaton, merge_paths, node_depths, to_draft_tree
+from draftwing.methods.lookup import SuffixAutomaton, to_draft_tree
 from draftwing.methods.method import NetMethod, NewDrafter, NewNet, Source
 from draftwing.methods.net import DraftNet, TargetId, layer_names
 from draftwing.methods.net_drafter import NetDrafter
@@ -207,12 +207,13 @@ class TranslatedRow:
     tokens: list[int] = field(default_factory=list)  # the draft's, the root first
     parents: list[int] = field(default_factory=list)
     places: list[int] = field(default_factory=list)  # as in ``Drafted``
+    num_levels: int = 0  # that were run: deeper nodes have no slots
 
     def follow(self) -> list[int]:
         """Count the slots that hold the row's present ids; returns the places of those of the draft."""
         ids, start = self.text.ids, self.num_read
         self.num_read, path, node = min(start, self.text.num_stable, max(len(ids) - 1, 0)), list[int](), 0
-        while self.tokens and self.num_read == start + len(path) < len(ids) - 1:
+        while len(path) < self.num_levels and self.num_read == start + len(path) < len(ids) - 1:
             wanted = ids[self.num_read]
             pairs = enumerate(zip(self.tokens, self.parents, strict=True))
             node = next((i for i, (token, above) in pairs if i and above == node and token == wanted), 0)
@@ -220,7 +221,7 @@ class TranslatedRow:
                 break
             path.append(self.places[node])
             self.num_read += 1
-        self.tokens = []
+        self.num_levels = 0
         return path
 
 
@@ -329,9 +330,8 @@ class TranslatingDrafter(CausalLMDrafter):
                 rows.append(ListTree(row.tokens[-1:]))
                 continue
             state.num_read, state.tokens, state.parents = len(state.text.ids), tokens, parents
-            state.places = [i if i <= drafted.num_levels else PAD for i in range(len(tokens))]
-            if places is not None:
-                state.places = places[number]
+            state.places = [*range(len(tokens))] if places is None else places[number]
+            state.num_levels = drafted.num_levels
             reached = [1.0] * len(tokens)
             for node in range(1, len(tokens)):
                 above = max(parents[node], 0)
@@ -346,21 +346,32 @@ class TranslatingDrafter(CausalLMDrafter):
         """Return a row's draft in the target's tokens; a node is as likely as the draft tokens that it needs."""
         before, inner = self._translation.tail(row.tokens), set(state.parents)
         leaves = [node for node, token in enumerate(state.tokens) if node and token != PAD and node not in inner]
-        paths = list[tuple[list[int], list[float]]]()
-        for leaf in sorted(leaves, key=lambda leaf: -reached[leaf]):
+        tokens, parents, chances, depths = row.tokens[-1:], [-1], [1.0], [0]
+        children: dict[tuple[int, int], int] = {}
+        for leaf in leaves:
             nodes = [leaf]
             while nodes[0]:
                 nodes.insert(0, state.parents[nodes[0]])
-            tokens, counts = self._translation.to_target(before, [state.tokens[node] for node in nodes[1:]])
-            known = takewhile(lambda token: token < self._target_vocab_size, tokens[: budget.depth])
-            paths.append((list(known), [reached[nodes[count]] for count in counts]))
+            path, counts = self._translation.to_target(before, [state.tokens[node] for node in nodes[1:]])
+            above = 0
+            for token, count in zip(path[: budget.depth], counts, strict=False):
+                if token >= self._target_vocab_size:
+                    break
+                child = children.setdefault((above, token), len(tokens))
+                if child == len(tokens):
+                    tokens, parents = [*tokens, token], [*parents, above]
+                    chances, depths = [*chances, 0.0], [*depths, depths[above] + 1]
+                chances[child], above = max(chances[child], reached[nodes[count]]), child
         max_nodes = len(budget.paths) if budget.paths else budget.nodes or budget.depth * budget.width
-        tokens, parents, sources = merge_paths(row.tokens[-1], [path for path, _ in paths], 1 + max_nodes)
-        depths, probs, chances = node_depths(parents), [1.0], [1.0]
-        for node in range(1, len(tokens)):
-            chances.append(paths[sources[node]][1][depths[node] - 1])
-            probs.append(min(chances[node] / max(chances[parents[node]], 1e-9), 1.0))
-        return ListTree(tokens, parents, probs, max(depths))
+        # The likeliest nodes, which are connected: none is likelier than its parent, which comes first.
+        kept = sorted(sorted(range(len(tokens)), key=lambda node: -chances[node])[: 1 + max_nodes])
+        place = {node: i for i, node in enumerate(kept)}
+        return ListTree(
+            [tokens[node] for node in kept],
+            [-1, *(place[parents[node]] for node in kept[1:])],
+            [1.0, *(chances[node] / max(chances[parents[node]], 1e-9) for node in kept[1:])],
+            max(depths[node] for node in kept),
+        )
 
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
         """Do nothing: the next request compares the draft with what the target wrote."""
