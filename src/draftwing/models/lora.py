@@ -40,7 +40,7 @@ _REFUSED = (
     "alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "lora_bias", "megatron_config",
     "monteclora_config", "target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora", "velora_config",
 )  # fmt: skip
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # of ``init_lora_weights``
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of ``init_lora_weights``
 _FIX = "merge it with peft's merge_and_unload, and load the result"
 
 

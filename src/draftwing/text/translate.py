@@ -264,7 +264,7 @@ class DraftText:
 
     def _encode(self) -> None:
         """Encode the text after the last tokens that stay."""
-        draft, old = self._translation.draft, self.ids
+        draft = self._translation.draft
         if not self._data:
             self.is_complete = True
             return
@@ -276,24 +276,25 @@ class DraftText:
         piece = bytes(self._data[begin:stop])
         if not kept and self._puts_space and stop:
             begin, piece = begin - 1, b" " + piece
-        ids = draft.encode(piece)
+        ids, first = draft.encode(piece), self._start + kept
+        old = self.ids[first:]
+        del self.ids[first:]
         if ids is None:  # the tokenizer changes the text, or it is none: from here on by parts
             text = self._data[max(begin, 0) : stop].decode("utf-8", "replace")
-            self.ids = [*old[: self._start + kept], *draft.tokenizer.encode_plain(text)]
+            self.ids += draft.tokenizer.encode_plain(text)
             self._restart(bytes(self._data[stop:]))
             stop = 0
         else:
-            self.ids = [*old[: self._start + kept], *ids]
-            self._ends = [*self._ends[:kept], *accumulate(map(len, map(draft.of, ids)), initial=begin)]
-            del self._ends[kept]
+            self.ids += ids
+            self._ends[kept:] = [*accumulate(map(len, map(draft.of, ids)), initial=begin)][1:]
         rest = draft.spell(bytes(self._data[stop:]))
         self.is_complete = rest is not None
         if rest:
             self.ids += rest
             self._ends += range(stop + 1, stop + len(rest) + 1)
-        pairs = zip(old, self.ids, strict=False)
+        pairs = zip(old, self.ids[first:], strict=False)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        self.num_stable = min(self.num_stable, same)
+        self.num_stable = min(self.num_stable, first + same)
 
     def _num_kept(self) -> int:
         """Return how many tokens after ``_start`` stay: the next one begins a word, if possible, or a character."""
