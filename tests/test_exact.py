@@ -13,13 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import count, cycle, product
+from pathlib import Path
+from tempfile import TemporaryDirectory, mkdtemp
 
 import numpy as np
 import pytest
 import torch
 
 import conftest
-from conftest import FURTHER, MIXTURES, SMALL, build, kernel_size, refused
+from conftest import FURTHER, MIXTURES, SMALL, TEXTS, add_tokenizer, build, kernel_size, refused
 from draftwing.accept import RULES, get_rule
 from draftwing.cpu.library import get_kernel
 from draftwing.decode import Decoder
@@ -27,7 +29,7 @@ from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.formats.identity import target_id
 from draftwing.methods.base import EAGLE_TREE, MEDUSA_TREE, Budget, Drafter, NoDrafter
 from draftwing.methods.block import BlockDrafter
-from draftwing.methods.causal_lm import CausalLMDrafter, StagedDrafter
+from draftwing.methods.causal_lm import CausalLMDrafter, StagedDrafter, TranslatingDrafter
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
 from draftwing.methods.ensemble import CombinedDrafter, DraftCalibration
 from draftwing.methods.kangaroo import KangarooConfig, KangarooDrafter, KangarooNet
@@ -52,6 +54,8 @@ from draftwing.models.target import Target
 from draftwing.noise import KeyedNoise
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.stats import Logprob, Stats, Step
+from draftwing.text.tokenizer import Tokenizer
+from draftwing.text.translate import Pieces, Translation
 from draftwing.train.data import Batch
 from draftwing.train.features import FeatureBatch
 from draftwing.train.loss import Truth, UnrolledLoss
@@ -190,6 +194,20 @@ def begun_right(stats: Stats) -> bool:
 
 def staged(lab: Lab, kind: str) -> Drafter:
     return StagedDrafter(lab.perturbed, VOCAB)
+
+
+@cache
+def translation() -> Translation:
+    """Between two tokenizers, of which both models know the first tokens: single characters."""
+    with TemporaryDirectory() as root:
+        ours, theirs = (
+            Pieces(Tokenizer(add_tokenizer(Path(mkdtemp(dir=root)), 300, texts))) for texts in (TEXTS, ["QUICK BROWN"])
+        )
+        return Translation(ours, theirs)
+
+
+def translated(lab: Lab, kind: str) -> Drafter:
+    return TranslatingDrafter(lab.perturbed, VOCAB, translation())
 
 
 def lookahead(*sizes: int) -> Callable[[Lab, str], Drafter]:
@@ -351,6 +369,10 @@ DRAFTERS = {
     "lm+lookup": Case(all_of(lookup, lm), Budget(3)),
     "self+lookup": Case(all_of(lookup, oneself), Budget(3, 2, 40), begun_right),
     "self+lm+lookup-rule": Case(all_of(oneself, lookup, lm), erratic(4, 3, 30), anything),
+    "translated-chain": Case(translated, Budget(4), anything),
+    "translated-static": Case(translated, Budget(paths=((0,), (1,), (0, 0), (1, 2), (1, 2, 0))), anything),
+    "translated-rule": Case(translated, erratic(4, 3, 9), anything),
+    "translated+lookup": Case(all_of(lookup, translated), Budget(4, 2, 12), anything),
     "staged-chain": Case(staged, Budget(4)),
     "staged-tree": Case(staged, Budget(5, 3, 9)),
     "staged-rule": Case(staged, erratic(5, 3, 12)),

@@ -463,14 +463,14 @@ def tokenized(folder_of, tmp_path_factory):
     return made
 
 
-def test_a_draft_with_another_tokenizer_is_refused(tokenized):
+def test_a_draft_with_another_tokenizer_is_translated(tokenized):
     model = build("llama", vocab_size=300)
     loaded = AutoTokenizer.from_pretrained(tokenized["model"])
     for tokenizer in (tokenized["model"], str(tokenized["model"]), loaded):
         assert_same(model, draftwing.custom_generate(tokenized["same"], tokenizer=tokenizer, budget=FIXED))
-        with pytest.raises(TokenizerError, match="another tokenizer than the target"):
+        with pytest.warns(DraftwingWarning, match="another tokenizer than the target"):
             assert_same(model, draftwing.custom_generate(tokenized["other"], tokenizer=tokenizer, budget=FIXED))
-    assert_same(model, draftwing.custom_generate(tokenized["other"], budget=FIXED))  # not checked, and still exact
+    assert_same(model, draftwing.custom_generate(tokenized["other"], budget=FIXED))  # not known, and still exact
     with pytest.raises(TokenizerError, match=r"expected a fast tokenizer .* found .*object.*: give the model's folder"):
         assert_same(model, draftwing.custom_generate(tokenized["same"], tokenizer=object()))
 

@@ -30,7 +30,7 @@ from draftwing.cpu.noise import noise_of
 from draftwing.errors import ConfigError, DraftwingError, DraftwingWarning, UnsupportedError, shown
 from draftwing.limits import RowBudgets, budget_for_rule, names_of
 from draftwing.masks import Masks
-from draftwing.methods.base import BUDGET_ARGUMENT, Budget, Drafter, NoDrafter, check_drafter
+from draftwing.methods.base import BUDGET_ARGUMENT, Budget, Drafter, NoDrafter, check_drafter, no_probs
 from draftwing.models.context import Context, Row, TargetOutput
 from draftwing.models.lean import LeanContext, LeanTarget
 from draftwing.models.paged import PAGE, PagedCache, PageTable, pages_of
@@ -210,6 +210,8 @@ class Decoder:
                 f"{target.name} keeps a state that cannot be rolled back (recurrent layers), so drafted tokens could "
                 f"not be taken back: decode it plainly with draft='none'"
             )
+        if self.rule.children not in ("keyed", "top") and not self.drafter.has_probs:
+            raise ConfigError(f"rule {self.rule.name!r}: {no_probs(self.drafter.name)}")
         self._noise = noise_of(target.vocab_size, target.device)
         self._turn = turn or threading.RLock()
         self.running: tuple[Request, ...] = ()

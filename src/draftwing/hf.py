@@ -117,15 +117,15 @@ def custom_generate(
     returned, or an empty one that was passed, is filled by one more forward over the whole text.
 
     Args:
-        draft: a folder, name or hub id of an EAGLE head (in any layout) or of a smaller causal LM with the same
-            tokenizer, ``"lookup"``, ``"none"``, or a callable that receives the target and returns a new drafter.
+        draft: a folder, name or hub id of an EAGLE head (in any layout) or of a smaller causal LM, ``"lookup"``,
+            ``"none"``, or a callable that receives the target and returns a new drafter.
         budget: how much to draft per step; None chooses it step by step.
         rule: see ``Decoder``.
         lossless: see ``Decoder``.
         seed: for sampling; None draws one per call from torch's generator (``torch.manual_seed``). The first row uses
             it, other rows derive theirs from it. ``generate(..., seed=3)`` overrides it.
-        tokenizer: the model's: a transformers tokenizer, a folder or a hub id. With it, heads and draft models are
-            checked to have the same tokenizer; ``stop_strings`` need it too.
+        tokenizer: the model's: a transformers tokenizer, a folder or a hub id. With it, heads are checked to have the
+            same tokenizer, and draft models may have another; ``stop_strings`` need it too.
 
     Raises:
         ConfigError: an unknown or lossy rule, or an argument of a wrong type.

@@ -14,6 +14,7 @@ from draftwing.accept import get_rule
 from draftwing.checks import Argument, check_arguments
 from draftwing.decode import least_pages
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError, shown
+from draftwing.formats.identity import has_tokenizer
 from draftwing.formats.read import is_head
 from draftwing.lm import LM
 from draftwing.methods.base import BUDGET_ARGUMENT, Budget, Drafter
@@ -23,10 +24,11 @@ from draftwing.models.catalogue import default_model, entry_of
 from draftwing.models.config import ModelConfig, read_config
 from draftwing.models.families import LEAN_MODEL_TYPES
 from draftwing.models.lean import LeanTarget
+from draftwing.models.lora import is_adapter, read_adapter_config
 from draftwing.models.paged import PAGE, check_memory
 from draftwing.models.resolve import resolve
 from draftwing.models.target import Target
-from draftwing.storage import read_json
+from draftwing.storage import exists, read_json
 from draftwing.text.tokenizer import Tokenizer
 
 DTYPES = {
@@ -41,6 +43,7 @@ Dtype = str | torch.dtype
 _ARGUMENTS = {
     "target": Argument((str, Path, NoneType), "a folder or a hub id", "give a string or a Path"),
     "draft": Argument((str, Path, NoneType), "a folder or a hub id", "give a string or a Path"),
+    "lora": Argument((str, Path, NoneType), "a folder or a hub id", "give a string or a Path"),
     "revision": Argument((str, NoneType), "a branch, tag or commit, or None"),
     "budget": BUDGET_ARGUMENT,
 }
@@ -61,6 +64,7 @@ class ModelOptions(TypedDict, total=False):
             are rounded to 8 bits in units of 32, as in llama.cpp. ``float32`` computes the products of the file's
             float32 expansion, slower. In both, the output is the same with and without drafts. None is int8.
         device: ``cpu`` or ``cuda``; None takes a GPU if there is one.
+        lora: a LoRA adapter, as a folder that peft wrote or a hub id, which is merged into the weights.
         engine: ``lean``, ``transformers`` (any architecture, slower), or ``auto``: lean if it supports the model.
         revision: of a hub id.
     """
@@ -68,6 +72,7 @@ class ModelOptions(TypedDict, total=False):
     dtype: Dtype
     quantize: str | None
     arithmetic: str | None
+    lora: str | Path | None
     device: str | torch.device | None
     engine: str
     revision: str | None
@@ -87,8 +92,8 @@ def load(
 
     Args:
         target: a folder, a GGUF file, a hub id, or a name of the catalogue (``draftwing list``), which is downloaded
-            once; None is the default chat model.
-        draft: an EAGLE head (in any layout) or a smaller causal LM with the same tokenizer, given like a target;
+            once; None is the default chat model. A folder of a LoRA adapter stands for its base model with it.
+        draft: an EAGLE head (in any layout) or a smaller causal LM, given like a target;
             ``"lookup"`` or ``"none"``; for long texts ``"self-window"`` or ``"self-snapkv"``; several at once as
             ``"eagle3+lookup"``. None takes the head that comes with Draftwing for this target, otherwise ``"lookup"``,
             or ``"none"`` for a target with recurrent layers, which cannot roll back drafted tokens.
@@ -99,32 +104,35 @@ def load(
             ``{"draft": "lookup"}``: lookup drafts for the draft model; ``{"budget": 512}``: KV slots that
             self-speculation attends to; ``{"online": True}``: a head learns while it serves, in a tenth of the time or
             the given share.
-        model: ``dtype``, ``quantize``, ``arithmetic``, ``device``, ``engine`` and ``revision``: see ``ModelOptions``.
+        model: ``dtype``, ``quantize``, ``arithmetic``, ``lora``, ``device``, ``engine`` and ``revision``: see
+            ``ModelOptions``.
 
     Raises:
         CheckpointError, ConfigError, TokenizerError: the message names the cause and the fix.
     """
-    names = {"target": target, "draft": draft, "revision": model.get("revision")}
+    names = {"target": target, "draft": draft, "revision": model.get("revision"), "lora": model.get("lora")}
     check_arguments(_ARGUMENTS, {**names, "budget": budget})
     get_rule(rule, lossless=lossless)
-    for name in ("target", "draft"):
+    for name in ("target", "draft", "lora"):
         if names[name] is not None and not str(names[name]):
             raise ConfigError(f"{name} must be a folder or a hub id, found '': leave it out for the default")
     unknown = sorted(model.keys() - ModelOptions.__annotations__.keys())
     if unknown:
         raise TypeError(f"load() got an unexpected keyword argument {unknown[0]!r}")
     device = model.get("device")
-    entry, folder = entry_of(target), resolve(target, model.get("revision"))
+    entry = entry_of(target)
+    folder, lora = find_model(target, model.get("revision"), model.get("lora"))
     loaded = load_target(
         folder,
         dtype=model.get("dtype", "float32"),
         quantize=model.get("quantize"),
         arithmetic=model.get("arithmetic"),
+        lora=lora,
         device=device,
         engine=model.get("engine", "auto"),
-        name=str(target or default_model()),
+        name=str(target or default_model()) + (f" + {model['lora']}" if model.get("lora") else ""),
     )
-    tokenizer = Tokenizer(folder)
+    tokenizer = Tokenizer(lora if lora is not None and has_tokenizer(lora) else folder)
     if draft is None:
         best = entry.best_head if entry is not None else None
         draft = best or ("lookup" if loaded.supports_trees else "none")
@@ -138,6 +146,7 @@ def load_target(
     dtype: Dtype = "float32",
     quantize: str | None = None,
     arithmetic: str | None = None,
+    lora: Path | None = None,
     device: str | torch.device | None = None,
     engine: str = "auto",
     name: str | None = None,
@@ -159,6 +168,7 @@ def load_target(
         except UnsupportedError as error:  # a setting that only transformers honours
             lean, problem = False, error
     reason = "" if problem is None else f" ({problem})"
+    options = {"quantize": quantize, "arithmetic": arithmetic, "lora": None if lora is None else str(lora)}
     is_lean = engine == "lean" or (engine == "auto" and lean)
     numbers = _dtype(dtype, config)
     if dtype == "auto" and is_lean and where.type == "cpu" and numbers.itemsize == 2:
@@ -167,15 +177,15 @@ def load_target(
     if is_lean:
         model = LeanTarget.from_folder(
             folder, numbers, where,
-            prepack=prepack, name=name, quantize=quantize, arithmetic=arithmetic, layers=layers,
+            prepack=prepack, name=name, quantize=quantize, arithmetic=arithmetic, layers=layers, lora=lora,
         )  # fmt: skip
     elif not layers:
         raise UnsupportedError(
             f"only native families can be loaded without their layers, and {folder} would run on transformers{reason}: "
             f"load all of it"
         )
-    elif quantize is not None or arithmetic is not None:
-        option, value = ("arithmetic", arithmetic) if quantize is None else ("quantize", quantize)
+    elif given := next(((option, value) for option, value in options.items() if value is not None), None):
+        option, value = given
         raise UnsupportedError(
             f"{option}={shown(value)} needs the lean decoder, and {folder} would run on transformers{reason}: "
             f"{'choose engine=' + repr('lean') + ', or ' if lean else ''}leave {option} out"
@@ -191,6 +201,22 @@ def load_target(
     _check_end_tokens(folder / "config.json", config.get("eos_token_id"), model.vocab_size)
     model.eos_ids = tuple(dict.fromkeys([*model.eos_ids, *_generation_eos(folder, model.vocab_size)]))
     return model
+
+
+def find_model(
+    target: str | Path | None, revision: str | None = None, lora: str | Path | None = None
+) -> tuple[Path, Path | None]:
+    """Return the folders of a target and of its LoRA adapter, if any: see ``load``."""
+    folder = resolve(target, revision)
+    if not is_adapter(folder):
+        return folder, None if lora is None else resolve(lora)
+    if lora is not None:
+        raise ConfigError(f"{folder} is a LoRA adapter itself, so it takes no other: merge one of them first")
+    base = read_adapter_config(folder).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise CheckpointError(f"{folder}: the adapter does not name its base model: give that, and this one as lora")
+    beside = folder / base  # a path may be relative to the adapter
+    return resolve(beside if not exists(base) and beside.is_dir() else base), folder
 
 
 def check_model(config: Mapping[str, Any], folder: Path, name: str) -> None:
@@ -221,7 +247,8 @@ def check_kv_memory(
         ConfigError: too little for any request, or more than the machine has.
         CheckpointError: see ``load``.
     """
-    folder, device = resolve(target, model.get("revision")), _device(model.get("device"))
+    folder, _ = find_model(target, model.get("revision"), model.get("lora"))
+    device = _device(model.get("device"))
     values = read_config(folder)
     check_model(values, folder, str(target or default_model()))
     if values.get("model_type") not in LEAN_MODEL_TYPES or model.get("engine") == "transformers":
@@ -257,7 +284,8 @@ def load_drafter(
 
     Raises:
         ConfigError: an option that this drafter does not have.
-        TokenizerError: the draft model's tokenizer is not the target's.
+        TokenizerError: the draft model's tokenizer cannot be read, or its vocabulary has another size and the target's
+            tokenizer is not known.
         CheckpointError: a head that was trained for another target, or is damaged.
         UnsupportedError: the draft model is not one of the lean decoder's families.
     """

@@ -115,7 +115,7 @@ def penalised_on_host(scores: Tensor, tree: DraftTree, history: History, by: Pen
     return torch.from_numpy(whole)
 
 
-_PENALTIES = ("repetition", "presence", "frequency")
+PENALTIES = ("repetition", "presence", "frequency")
 # Limits of a setting's factor and addend: all of them together stay far inside float32, so that settings never make
 # scores that are not finite.
 _MAX_FACTOR, _MAX_ADDEND = 1e10, 1e20
@@ -170,7 +170,7 @@ class Sampling:
             if isinstance(value, bool) or not isinstance(value, Integral):
                 raise SamplingError(f"{name} must be an integer, found {shown(value)}")
             self._set(name, int(value))
-        for name in ("temperature", "top_p", "min_p", *(f"{of}_penalty" for of in _PENALTIES)):
+        for name in ("temperature", "top_p", "min_p", *(f"{of}_penalty" for of in PENALTIES)):
             self._set(name, _number(name, getattr(self, name)))
         if not isinstance(self.ignore_eos, bool):
             raise SamplingError(f"ignore_eos must be True or False, found {shown(self.ignore_eos)}")
@@ -344,7 +344,7 @@ class SamplingBatch:
         if self.penalises:
             if history is None:
                 raise SamplingError("penalties need the tokens so far: pass ctx.history()")
-            by = Penalties(*(self._column(f"{name}_penalty") for name in _PENALTIES))
+            by = Penalties(*(self._column(f"{name}_penalty") for name in PENALTIES))
             scores = (penalised_on_host if on_host(scores) else penalised)(scores, tree, history, by)
         if not self.biases:
             return scores

@@ -402,16 +402,17 @@ def layers(model: Model, search: Search, as_json: bool = JSON) -> None:
     """
     from draftwing.formats.identity import target_id_of_folder
     from draftwing.lab.tune import tune
-    from draftwing.loading import load_target
-    from draftwing.models.resolve import resolve
+    from draftwing.loading import find_model, load_target
     from draftwing.models.subnet import lean_target
 
     prompts = Examples(search.data, search.num_prompts).read(model.target)
     digest = hashlib.sha256(json.dumps([search.max_tokens, prompts]).encode())
-    folder, best = resolve(model.target), ""
+    (folder, lora), best = find_model(model.target, lora=model.lora), ""
 
     def load_plain() -> LeanTarget:
-        target = load_target(folder, dtype=model.dtype, device=model.device, engine=model.engine, prepack=False)
+        target = load_target(
+            folder, dtype=model.dtype, lora=lora, device=model.device, engine=model.engine, prepack=False
+        )
         return lean_target(target, "draft 'layers'")
 
     with progress("trying sets of layers", lambda: best, resumes=True) as show:

@@ -229,6 +229,7 @@ class Model:
     arithmetic: str | None = option(
         None, "Products with a GGUF file's blocks: int8, or float32 (slower). [default: int8]", expert=True
     )
+    lora: str | None = option(None, "LoRA adapter to merge into the target: a folder that peft wrote, or a hub id.")
     device: str | None = option(None, "cpu or cuda. [default: cuda if available]")
     engine: str = option("auto", "lean, transformers, or auto: lean if it supports the model.", expert=True)
 
@@ -323,13 +324,13 @@ class Examples:
 
     def read(self, target: str | None) -> Sequence[Prompt]:
         """Read the file, or the prompts that ship: questions for a chat model, else beginnings of Python files."""
-        from draftwing.models.resolve import resolve
+        from draftwing.loading import find_model
         from draftwing.text.prompts import read_prompts, shipped_prompts, shipped_questions
         from draftwing.text.tokenizer import Tokenizer
 
         if self.prompts:
             return read_prompts(self.prompts, self.num_prompts)
-        shipped = shipped_questions if Tokenizer(resolve(target)).has_chat_template else shipped_prompts
+        shipped = shipped_questions if Tokenizer(find_model(target)[0]).has_chat_template else shipped_prompts
         return shipped(self.num_prompts)
 
 

@@ -280,13 +280,12 @@ def doctor(
     - `draftwing doctor downloaded-eagle3 --target path/or/hub-id --prompts prompts.jsonl`
     """
     from draftwing.lab.fit import measure_fit, trial_of
-    from draftwing.loading import load
+    from draftwing.loading import find_model, load
     from draftwing.methods.registry import diagnose
-    from draftwing.models.resolve import resolve
     from draftwing.text.prompts import read_prompts
 
     head = _head_folder(head, model.target)
-    findings = diagnose(head, resolve(model.target))
+    findings = diagnose(head, find_model(model.target)[0])
     failed = any(finding.status == "fail" for finding in findings)
     fit = None
     if measure and not failed:

@@ -65,6 +65,8 @@ def describe_lm(lm: LM) -> dict[str, dict[str, Any]]:
         note = " (only for drafts; the text is still the target's)" if is_smaller else ""
         about_drafter |= {"matrices": drafter.runs_as + note, "mb_per_token": drafter.num_bytes / 1e6}
     about_target = describe_target(target)
+    if drafter.tokenizer:
+        about_drafter["tokenizer"] = drafter.tokenizer
     return {
         "target": {
             "name": about_target.pop("target"),

@@ -212,9 +212,11 @@ class Drafter:
         resumes: it has slots or reads features, and its rows may begin with slots that are already written: ``admit``
             then starts at ``Row.resumed``, with the features from there (see ``read_on`` and ``num_read``).
         lists: its trees start as lists (see ``list_trees``).
+        has_probs: it can draw children from a q over the target's vocabulary, which the classic rules need.
         identity: besides ``name``, tells apart what caches must not mix up: two heads of one name.
         num_bytes: weights that one forward of its network reads, including the LM head.
         runs_as: what computes its matrices, such as ``CPU kernel, int8``; empty without a network.
+        tokenizer: how drafts of a model with another tokenizer become the target's tokens; empty if there is none.
         is_one_request: its ``propose`` is one request to a runner (``NetDrafter``), so that the target may verify the
             trees in the same call.
         context: tokens beyond which a draft does not become slower; 0 if its time hardly depends on the context.
@@ -229,9 +231,11 @@ class Drafter:
     learns: bool = False
     resumes: bool = False
     lists: bool = False
+    has_probs: bool = True
     identity: str = ""
     num_bytes: int = 0
     runs_as: str = ""
+    tokenizer: str = ""
     is_one_request: bool = False
     context: int = 0
     part_names: tuple[str, ...] = ()
@@ -292,7 +296,7 @@ class Drafter:
     def copy_capabilities(self, drafter: Drafter) -> None:
         """Take the attributes that describe ``drafter``, which this one wraps; its name and identity are kept."""
         names = "features drafts costs_forwards grows_by_rule learns resumes lists num_bytes runs_as context part_names"
-        for name in names.split():
+        for name in (*names.split(), "has_probs", "tokenizer"):
             setattr(self, name, getattr(drafter, name))
 
 
@@ -302,6 +306,14 @@ class NoDrafter(Drafter):
     name = "none"
     drafts = False
     costs_forwards = False
+
+
+def no_probs(name: str) -> str:
+    """Return the message of an error: a classic rule was chosen for such a drafter."""
+    return (
+        f"{name} drafts text that the target's tokenizer encodes, so there is no q of the target's tokens: use "
+        f"rule='match' or 'match-top', or a draft model with the target's tokenizer"
+    )
 
 
 def check_drafter(drafter: object) -> None:

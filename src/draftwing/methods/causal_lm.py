@@ -1,6 +1,7 @@
 """A smaller causal LM as the drafter (Leviathan et al. 2211.17192; trees as in SpecInfer 2305.09781).
 
     CausalLMDrafter    drafts with any model that shares the target's tokenizer
+    TranslatingDrafter drafts with a model of another tokenizer: its context and its drafts are encoded again
     StagedDrafter      the same draft in fewer passes, because prompt lookup guesses the draft model's tokens (staged
                        speculation, Spector and Re, 2308.04623)
     CausalLMNet        the model in training: distilled from its target (DistillSpec 2310.08461)
@@ -20,6 +21,7 @@ Shape suffixes: B rows, T tokens, R rows of entries, W entries read at once, C c
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,16 +32,17 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from draftwing.errors import ConfigError, DraftwingError, TokenizerError, UnsupportedError, shown
+from draftwing.cpu.noise import noise_of
+from draftwing.errors import ConfigError, DraftwingError, DraftwingWarning, TokenizerError, UnsupportedError, shown
 from draftwing.formats.doctor import Finding
 from draftwing.formats.identity import differences, has_tokenizer, made_for, target_id_of_folder
 from draftwing.formats.read import checked_training, is_head
 from draftwing.formats.settings import FORMAT
 from draftwing.formats.write import write_folder
-from draftwing.methods.base import Budget, Drafter, ListTree, swap_remove
+from draftwing.methods.base import Budget, Drafter, ListTree, no_probs, swap_remove
 from draftwing.methods.calibration import Calibration
 from draftwing.methods.ensemble import unite
-from draftwing.methods.lookup import SuffixAutomaton
+from draftwing.methods.lookup import SuffixAutomaton, to_draft_tree
 from draftwing.methods.method import NetMethod, NewDrafter, NewNet, Source
 from draftwing.methods.net import DraftNet, TargetId, layer_names
 from draftwing.methods.net_drafter import NetDrafter
@@ -60,12 +63,23 @@ from draftwing.models.lean import (
     rotary_of,
 )
 from draftwing.models.linear import Embedding, Layout, Linear
+from draftwing.models.paged import outside_pages
 from draftwing.models.target import Target
 from draftwing.models.weights import WeightFiles, Weights
+from draftwing.noise import KeyedNoise
 from draftwing.runtime.forward import Entries, NetShape, TorchRuntime
-from draftwing.runtime.tree_builder import AcceptRates, Children, Drafted, DraftRequest, prune_by_rule, together
-from draftwing.sampling import SamplingBatch
+from draftwing.runtime.tree_builder import (
+    UNKNOWN_PROB,
+    AcceptRates,
+    Children,
+    Drafted,
+    DraftRequest,
+    prune_by_rule,
+    together,
+)
+from draftwing.sampling import PENALTIES, Sampling, SamplingBatch
 from draftwing.text.tokenizer import Tokenizer
+from draftwing.text.translate import DraftText, Pieces, Translation
 from draftwing.torch_utils import inference
 from draftwing.tree import PAD, Accepted, DraftTree
 
@@ -81,13 +95,15 @@ class CausalLMDrafter(NetDrafter):
         if model.vocab_size != target_vocab_size:
             raise TokenizerError(
                 f"draft model {model.name} has a vocabulary of {model.vocab_size}, the target {target_vocab_size}: "
-                f"a draft model must share the target's tokenizer; choose another, or draft='lookup'"
+                f"with another tokenizer, the target's must be known; give it, or choose draft='lookup'"
             )
         self.model, self._calibration = model, calibration or Calibration()
         self._num_tokens = model.net.num_tokens if isinstance(model.net, ResizedNet) else target_vocab_size
         self.name = f"causal-lm ({model.name})"
         self.num_bytes, self.runs_as = model.num_weight_bytes, model.runs_as
         self.identity = f"{self.name}, {self.num_bytes}"
+        if isinstance(model.net, ResizedNet) and model.net.places is not None:
+            self.tokenizer = "another, with the target's tokens under other ids"
         self.runner = model.runs.runner(model.net, self)
         self._read: list[int] = []  # tokens of each row that lie in its slots here
         self._drafted: Drafted | None = None  # the tree that is being verified
@@ -170,6 +186,203 @@ class CausalLMDrafter(NetDrafter):
         for place, (row, num) in enumerate(zip(ctx.rows, num_kept, strict=True)):
             if self._room(row) > 0:
                 self._read[place] += num
+
+
+# --- a draft model with another tokenizer ----------------------------------------------------------------------------
+
+
+class TranslatedNoise(KeyedNoise):
+    """The target's noise by draft tokens: each has that of the target's token that its text begins with."""
+
+    def __init__(self, noise: KeyedNoise, first: Tensor) -> None:
+        super().__init__(len(first), first.device)
+        self._noise, self._first = noise, first
+
+    def at(self, seed: int, position: int) -> Tensor:
+        return self._noise.at(seed, position)[self._first]
+
+    def block(self, seeds: Sequence[int], starts: Sequence[int], num_positions: int) -> Tensor:
+        return self._noise.block(seeds, starts, num_positions)[:, :, self._first]
+
+
+@dataclass
+class TranslatedRow:
+    """A row in the draft model's tokens, and the draft that is being verified."""
+
+    text: DraftText
+    prompt_length: int
+    num_read: int = 0  # ids that lie in its slots
+    tokens: list[int] = field(default_factory=list)  # the draft's, the root first
+    parents: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)  # as in ``Drafted``
+    num_levels: int = 0  # that were run: deeper nodes have no slots
+
+    def follow(self) -> list[int]:
+        """Count the slots that hold the row's present ids; returns the places of those of the draft."""
+        ids, start = self.text.ids, self.num_read
+        self.num_read, path, node = min(start, self.text.num_stable, max(len(ids) - 1, 0)), list[int](), 0
+        while len(path) < self.num_levels and self.num_read == start + len(path) < len(ids) - 1:
+            wanted = ids[self.num_read]
+            pairs = enumerate(zip(self.tokens, self.parents, strict=True))
+            node = next((i for i, (token, above) in pairs if i and above == node and token == wanted), 0)
+            if not node or self.places[node] == PAD:
+                break
+            path.append(self.places[node])
+            self.num_read += 1
+        self.num_levels = 0
+        return path
+
+
+class TranslatingDrafter(CausalLMDrafter):
+    """Drafts in the vocabulary of a model whose tokenizer is not the target's (SLEM, 2502.05202).
+
+    The model reads the row's text in its own tokens. Its trees grow as those of other models do, and their paths are
+    encoded by the target's tokenizer in the context of the last words. No q over the target's vocabulary exists, so
+    the classic acceptance rules cannot be used. Its slots are not the target's: they lie outside of ``kv_memory``.
+    """
+
+    is_one_request = grows_by_rule = resumes = has_probs = False
+    tokenizer = "another: drafts are encoded again by the target's"
+
+    def __init__(self, model: Any, target_vocab_size: int, translation: Translation) -> None:
+        with outside_pages():
+            super().__init__(model, model.vocab_size)
+        self.name = f"causal-lm ({model.name}, another tokenizer)"
+        self._translation, self._rows, self._target_vocab_size = translation, list[TranslatedRow](), target_vocab_size
+        self._sampling: tuple[SamplingBatch, SamplingBatch] | None = None  # the target's and the draft model's
+        first = [max(token, 0) for token in translation.first[: model.vocab_size]]
+        self._first = torch.tensor([*first, *[0] * (model.vocab_size - len(first))], device=model.device)
+
+    @inference
+    def admit(self, ctx: Context, features: Tensor | None) -> None:
+        """Prefill the new row; one that exceeds this model's context is not drafted for."""
+        text = DraftText(self._translation)
+        text.extend_to(ctx.rows[-1].tokens)
+        row = TranslatedRow(text, len(text.ids))
+        if self._space(row) > 0:
+            row.num_read = max(len(text.ids) - 1, 0)
+        ids = self._readable(text.ids[: row.num_read])
+        self.runner.prefill(len(self._rows), ids, prompt_length=row.prompt_length)
+        text.settle()
+        self._rows.append(row)
+
+    @inference
+    def remove(self, ctx: Context, row: int) -> None:
+        self.runner.cache.move_row(len(self._rows) - 1, row)
+        swap_remove(self._rows, row)
+
+    def _space(self, row: TranslatedRow) -> int:
+        """Return how deep a tree this model's context allows for a row; 0 if its text cannot be continued."""
+        space: int = self.model.max_length - len(row.text.ids) - 2
+        return max(space, 0) if row.text.ids and row.text.is_complete else 0
+
+    def _read_rows(self, ctx: Context) -> None:
+        """Read what the target has written, and keep the slots of the draft's tokens in it."""
+        starts, paths = [], []
+        for row, state in zip(ctx.rows, self._rows, strict=True):
+            starts.append(max(state.num_read - 1, 0))
+            state.text.extend_to(row.tokens)
+            paths.append([0, *state.follow()])
+            state.text.settle()
+        width = max(map(len, paths))
+        if any(path != [*range(len(path))] for path in paths):
+            self.runner.commit(starts, ctx.tensor([[*path, *[PAD] * (width - len(path))] for path in paths]))
+
+    @inference
+    def request(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftRequest | None:
+        if budget.children not in ("keyed", "top"):
+            raise ConfigError(no_probs(self.name))
+        if budget.depth == 0:
+            return None
+        self._read_rows(ctx)
+        spaces = [self._space(row) for row in self._rows]
+        if not any(spaces):
+            return None
+        fits = [space > 0 for space in spaces]
+        # A row that is not drafted for reads its last token alone, in place of nothing.
+        starts = [
+            row.num_read if fit else max(len(row.text.ids) - 1, 0) for row, fit in zip(self._rows, fits, strict=True)
+        ]
+        unread = [self._readable(row.text.ids[start:]) or [0] for row, start in zip(self._rows, starts, strict=True)]
+        roots = [max(len(row.text.ids) - 1, 0) for row in self._rows]
+        return DraftRequest(
+            ctx, fits, self._sampling_of(sampling), budget, self._calibration, unread, starts, roots, wants_places=True
+        ).within(min(space for space in spaces if space > 0))
+
+    def _sampling_of(self, sampling: SamplingBatch) -> SamplingBatch:
+        """Return the rows' sampling over the draft model's vocabulary; penalties and biases are left out."""
+        if self._sampling is None or self._sampling[0] is not sampling:
+            names = ("laws", "logit_bias", "banned_tokens", *(f"{name}_penalty" for name in PENALTIES))
+            neutral = {name: getattr(Sampling(), name) for name in names}
+            rows = [replace(row, **neutral) for row in sampling.rows]
+            noise = noise_of(len(self._first), self._first.device)  # the kernel drafts greedily with it
+            if not sampling.all_greedy:
+                noise = TranslatedNoise(sampling.noise, self._first)
+            self._sampling = sampling, SamplingBatch(rows, noise, sampling.device)
+        return self._sampling[1]
+
+    @inference
+    def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
+        """Grow trees of the model's tokens, and encode their paths by the target's tokenizer."""
+        request = self.request(ctx, sampling, budget)
+        if request is None:
+            return ctx.roots()
+        drafted = self.draft(request)
+        tree, rows = drafted.tree, list[ListTree]()
+        places = None if drafted.places is None else drafted.places.tolist()
+        node_probs = None if tree.node_probs is None else tree.node_probs.tolist()
+        path_probs = None if tree.confidence is None else tree.confidence.tolist()
+        pairs = zip(ctx.rows, self._rows, request.active, tree.tokens.tolist(), tree.parents.tolist(), strict=True)
+        for number, (row, state, is_active, tokens, parents) in enumerate(pairs):
+            if not is_active:
+                rows.append(ListTree(row.tokens[-1:]))
+                continue
+            state.num_read, state.tokens, state.parents = len(state.text.ids), tokens, parents
+            state.places = [*range(len(tokens))] if places is None else places[number]
+            state.num_levels = drafted.num_levels
+            reached = [1.0] * len(tokens)
+            for node in range(1, len(tokens)):
+                above = max(parents[node], 0)
+                if node_probs is not None:
+                    reached[node] = reached[above] * node_probs[number][node]
+                else:
+                    reached[node] = reached[above] * UNKNOWN_PROB if path_probs is None else path_probs[number][node]
+            rows.append(self._translated(row, state, reached, budget))
+        return replace(to_draft_tree(rows, ctx.device), num_draft_forwards=tree.num_draft_forwards)
+
+    def _translated(self, row: Row, state: TranslatedRow, reached: Sequence[float], budget: Budget) -> ListTree:
+        """Return a row's draft in the target's tokens; a node is as likely as the draft tokens that it needs."""
+        before, inner = self._translation.tail(row.tokens), set(state.parents)
+        leaves = [node for node, token in enumerate(state.tokens) if node and token != PAD and node not in inner]
+        tokens, parents, chances, depths = row.tokens[-1:], [-1], [1.0], [0]
+        children: dict[tuple[int, int], int] = {}
+        for leaf in leaves:
+            nodes = [leaf]
+            while nodes[0]:
+                nodes.insert(0, state.parents[nodes[0]])
+            path, counts = self._translation.to_target(before, [state.tokens[node] for node in nodes[1:]])
+            above = 0
+            for token, count in zip(path[: budget.depth], counts, strict=False):
+                if token >= self._target_vocab_size:
+                    break
+                child = children.setdefault((above, token), len(tokens))
+                if child == len(tokens):
+                    tokens, parents = [*tokens, token], [*parents, above]
+                    chances, depths = [*chances, 0.0], [*depths, depths[above] + 1]
+                chances[child], above = max(chances[child], reached[nodes[count]]), child
+        max_nodes = len(budget.paths) if budget.paths else budget.nodes or budget.depth * budget.width
+        # The likeliest nodes, which are connected: none is likelier than its parent, which comes first.
+        kept = sorted(sorted(range(len(tokens)), key=lambda node: -chances[node])[: 1 + max_nodes])
+        place = {node: i for i, node in enumerate(kept)}
+        return ListTree(
+            [tokens[node] for node in kept],
+            [-1, *(place[parents[node]] for node in kept[1:])],
+            [1.0, *(chances[node] / max(chances[parents[node]], 1e-9) for node in kept[1:])],
+            max(depths[node] for node in kept),
+        )
+
+    def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
+        """Do nothing: the next request compares the draft with what the target wrote."""
 
 
 # --- drafting for the draft model by lookup --------------------------------------------------------------------------
@@ -522,6 +735,23 @@ def read_causal_lm(
 # --- registration ----------------------------------------------------------------------------------------------------
 
 
+def _translation(source: Source, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Translation | None:
+    """Return how to translate between the tokenizers of target and draft model; None if they are the same."""
+    own = Tokenizer(source.folder)
+    detail = tokenizer.difference(own)
+    if detail is None:
+        return None
+    translation = Translation(Pieces(tokenizer, source.target.eos_ids), Pieces(own, eos_ids))
+    if not translation.is_one_to_one:
+        warnings.warn(
+            f"draft model {source.name} has another tokenizer than the target ({detail}): its drafts are encoded again "
+            f"by the target's, and fewer are accepted than of a draft model that shares it",
+            DraftwingWarning,
+            stacklevel=2,
+        )
+    return translation
+
+
 def _draft_option(value: Any) -> str:
     if value not in ("lookup", "none"):
         raise ConfigError(
@@ -544,21 +774,34 @@ class CausalLM(NetMethod):
 
     def new_drafter(self, source: Source) -> NewDrafter:
         folder, target = source.folder, source.target
-        if source.tokenizer is not None:
-            source.tokenizer.check_same(Tokenizer(folder), source.name)
-        model_type = read_config(folder).get("model_type")
+        values = read_config(folder)
+        model_type = values.get("model_type")
         if model_type not in LEAN_MODEL_TYPES:
             raise UnsupportedError(
                 f"draft model {source.name} is of type {model_type!r}: a draft model must be one of "
                 f"{', '.join(sorted(LEAN_MODEL_TYPES))}; or use draft='lookup'"
             )
+        config = ModelConfig.from_hf(values, str(folder / "config.json"))
+        translation = None if source.tokenizer is None else _translation(source, source.tokenizer, config.eos_ids)
+        staged, rows = source.options.get("draft") == "lookup", None
+        if translation is not None and translation.is_one_to_one:
+            known = [*translation.to_draft, *[-1] * target.vocab_size][: target.vocab_size]
+            rows = [token if token < config.vocab_size else -1 for token in known]
         model = LeanTarget.from_folder(
-            folder, target.dtype, source.device(), name=folder.name, quantize=target.quantized, fast=True
-        )
+            folder, target.dtype, source.device(), name=folder.name, quantize=target.quantized, fast=True,
+            rows=rows,
+        )  # fmt: skip
+        if translation is not None and rows is None:
+            if staged:
+                raise ConfigError(
+                    f"draft_options: draft={source.options['draft']!r} needs a draft model with the target's "
+                    f"tokenizer, and that of {source.name} is another: leave it out"
+                )
+            return partial(TranslatingDrafter, model, target.vocab_size, translation)
         # The same tokenizer, but larger sizes of a family often pad their matrices to more rows.
         if source.tokenizer is not None and model.vocab_size != target.vocab_size:
             model = resized(model, target.vocab_size)
-        drafter = StagedDrafter if source.options.get("draft") == "lookup" else CausalLMDrafter
+        drafter = StagedDrafter if staged else CausalLMDrafter
         return partial(drafter, model, target.vocab_size)
 
     def drafter(self, net: Any, target: Target, name: str = "", identity: str = "") -> Drafter:
@@ -598,10 +841,10 @@ class CausalLM(NetMethod):
         findings = [Finding("head", "ok", f"a {net.config.shape.model_type} causal LM of {size:,} numbers")]
         if target is None or identity is None or not has_tokenizer(folder) or not has_tokenizer(target):
             return [*findings, Finding("target", "unknown", "no target was given, or one of both has no tokenizer")]
-        try:
-            Tokenizer(target).check_same(Tokenizer(folder), folder.name)
-        except TokenizerError as error:
-            return [*findings, Finding("target", "fail", str(error), "draft with a model that shares its tokenizer")]
+        detail = Tokenizer(target).difference(Tokenizer(folder))
+        if detail is not None:
+            detail = f"another tokenizer than the target's ({detail}), so drafts are encoded again"
+            return [*findings, Finding("target", "warn", detail, "a model that shares it is accepted more often")]
         trained_for = made_for(folder)
         differing = differences(trained_for, identity) if trained_for is not None else []
         if differing:

@@ -463,10 +463,12 @@ class CombinedDrafter(Drafter):
         self.drafts = any(part.drafts for part in self.parts)
         self.costs_forwards = any(part.costs_forwards for part in self.parts)
         self.learns = any(part.learns for part in self.parts)
+        self.has_probs = all(part.has_probs for part in self.parts)
         self.resumes = all(part.resumes or not (part.reads_features or part.costs_forwards) for part in self.parts)
         self.identity = " + ".join(f"{part.name} {part.identity}".strip() for part in self.parts)
         self.num_bytes = sum(part.num_bytes for part in self.parts)
         self.runs_as = ", ".join(dict.fromkeys(part.runs_as for part in self.parts if part.runs_as))
+        self.tokenizer = ", ".join(dict.fromkeys(part.tokenizer for part in self.parts if part.tokenizer))
         self._resuming = [part for part in self.parts if part.resumes]
         # For each part the offer in which its accepted nodes are found; None if its tree was taken unchanged, or if it
         # does not need them (``Drafter.list_trees``).

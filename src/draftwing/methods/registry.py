@@ -139,7 +139,7 @@ register("self-snapkv", _HERE + "magicdec:SelfSnapKV", "MagicDec: the target loo
 register("llma", _HERE + "retrieval:Llma", "what follows in reference texts")
 register("suffix", _HERE + "retrieval:Suffix", "what followed in this and former requests")
 register("rest", _HERE + "retrieval:Rest", "a datastore of draftwing datastore build (REST)", needs="folder")
-_SMALLER, _CAUSAL_LM = "a smaller causal LM with the same tokenizer", {"causal-lm": TrainingMethod("fkl")}
+_SMALLER, _CAUSAL_LM = "a smaller causal LM", {"causal-lm": TrainingMethod("fkl")}
 register("causal-lm", _HERE + "causal_lm:CausalLM", _SMALLER, training=_CAUSAL_LM)
 
 

@@ -33,6 +33,11 @@ def read_config(folder: Path) -> dict[str, Any]:
                 check_regular(entry)
         config = read_json(path)
     except FileNotFoundError:
+        if (folder / "adapter_config.json").exists():
+            raise CheckpointError(
+                f"{folder}: a LoRA adapter, no model. Give its base model as the target and the adapter as lora "
+                f"(--lora), or merge it with peft's merge_and_unload, and give the result."
+            ) from None
         raise CheckpointError(
             f"{folder}: expected config.json in the model folder, found none. Point to a folder that "
             "save_pretrained wrote, or download the model again."

@@ -48,6 +48,7 @@ from draftwing.models.layers import (
     settled,
 )
 from draftwing.models.linear import Embedding, Layout, Linear, check_arithmetic, check_quantize, runs_as
+from draftwing.models.lora import LoraWeights
 from draftwing.models.rope import LayeredRotary, Rotary
 from draftwing.models.target import Target
 from draftwing.models.weights import Stored, Weights, check_finite, expand_mxfp4
@@ -124,10 +125,14 @@ class Reader:
         del weights  # otherwise the float matrices are in memory twice while one is quantised
         return Linear(stacked, bias_of_all).lay_out(layout, gated=gated)
 
-    def embedding(self, name: str, num_tokens: int, width: int) -> Embedding:
+    def embedding(self, name: str, num_tokens: int, width: int, rows: Tensor | None = None) -> Embedding:
+        """Read an embedding, or some of its ``rows``."""
         if self.layout.runs != "kernel":
-            return Embedding(self.tensor(name, num_tokens, width))
-        return self._packed({name: (num_tokens, width)}, lambda parts: Embedding(Packed.of_stored(parts, None)))
+            table = self.tensor(name, num_tokens, width)
+            return Embedding(table if rows is None else table[rows])
+        return self._packed(
+            {name: (num_tokens, width)}, lambda parts: Embedding(Packed.of_stored(_reordered(parts, rows), None))
+        )
 
     def _packed(self, shapes: dict[str, tuple[int, int]], pack: Callable[[list[Stored]], T]) -> T:
         """Pack matrices in the formats of the file. Raises CheckpointError if a number is not finite."""
@@ -155,6 +160,8 @@ def _reordered(parts: list[Stored], rows: Tensor | None) -> list[Stored]:
     """Matrices with their outputs in another order, given by the index in all of them stacked."""
     if rows is None:
         return parts
+    if len(parts) == 1:  # any number of rows
+        return [replace(parts[0], data=parts[0].data[rows])]
     bounds = torch.tensor([part.num_out for part in parts]).cumsum(0).tolist()
     starts = [0, *bounds[:-1]]
     pieces = torch.split(rows, [part.num_out for part in parts])
@@ -374,10 +381,17 @@ def rotary_of(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
     return LayeredRotary([rotary, *local], config.query_scale)
 
 
-def _read_ends(reader: Reader, config: ModelConfig) -> tuple[Embedding, Linear]:
-    """The input embedding and the LM head; if they are one matrix, the CPU kernel keeps it once."""
+def _read_ends(reader: Reader, config: ModelConfig, rows: Tensor | None) -> tuple[Embedding, Linear]:
+    """The input embedding and the LM head; if they are one matrix, the CPU kernel keeps it once.
+
+    ``rows`` renumber the tokens: see ``LeanTarget.from_folder``.
+    """
     size, name = (config.vocab_size, config.hidden_size), "model.embed_tokens"
-    if not config.tie_word_embeddings:
+    if rows is not None:
+        head_name = name if config.tie_word_embeddings else "lm_head"
+        embedding = reader.embedding(f"{name}.weight", *size, rows.clamp(min=0))
+        head = reader.linear([head_name], [size[0]], size[1], is_head=True, rows=rows[rows >= 0])
+    elif not config.tie_word_embeddings:
         embedding = reader.embedding(f"{name}.weight", *size)
         head = reader.linear(["lm_head"], [size[0]], size[1], is_head=True)
     elif reader.layout.runs == "kernel":
@@ -451,8 +465,11 @@ class TappedNet:
 class ResizedNet(TappedNet):
     """A draft model whose matrices are padded to another size than the target's: ``config`` has the target's size.
 
-    Tokens that only the target has get -inf, and those that only the draft model has are left out.
+    Tokens that only the target has get -inf, and those that only the draft model has are left out. ``places`` are the
+    target's tokens that the head's rows belong to; None for the first ones.
     """
+
+    places: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -461,10 +478,13 @@ class ResizedNet(TappedNet):
 
     @cached_property
     def shape(self) -> NetShape:
-        return replace(super().shape, is_sparse=self.num_tokens < self.config.vocab_size)
+        is_sparse = self.num_tokens < self.config.vocab_size if self.places is None else True
+        return replace(super().shape, is_sparse=is_sparse)
 
     def logits(self, read: Any) -> Any:
         size = self.config.vocab_size
+        if self.places is not None:
+            return self.head.spread(read, self.places, size)
         if self.num_tokens < size:
             places = torch.arange(self.num_tokens, device=self.device)
             return self.head.spread(read, places, size)
@@ -521,6 +541,8 @@ class LeanTarget(Target):
         expand: bool = False,
         arithmetic: str | None = None,
         layers: bool = True,
+        rows: Sequence[int] | None = None,
+        lora: Path | None = None,
     ) -> LeanTarget:
         """Load a Hugging Face folder.
 
@@ -533,6 +555,9 @@ class LeanTarget(Target):
             expand: convert weights to float32.
             arithmetic: "float32" or "int8" products with GGUF blocks; None is int8 if the CPU kernel runs them.
             layers: False loads only embedding, final norm and LM head (see ``Target.has_layers``).
+            rows: renumber the tokens, for a draft model whose tokenizer has the target's tokens under other ids: for
+                each of the target's tokens the model's, or -1, which gets a logit of -inf.
+            lora: folder of an adapter to merge (``models.lora``).
         """
         device = torch.device(device)
         check_quantize(quantize, dtype, device)
@@ -546,12 +571,17 @@ class LeanTarget(Target):
         check_quantize(quantize, dtype, device, layout.runs)
         states = torch.float32 if layout.runs == "kernel" else dtype  # in the kernel only products are in bfloat16
         layout = replace(layout, expand=expand, arithmetic=arithmetic or "int8")
-        reader = Reader(open_weights(folder), states, device, layout)
+        files = open_weights(folder)
+        if lora is not None:
+            files = LoraWeights(files, lora, is_tied=config.tie_word_embeddings)
+            config = replace(config, tie_word_embeddings=config.tie_word_embeddings and not files.unties)
+        reader = Reader(files, states, device, layout)
         with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:  # packing is bound by memory traffic
             numbers = range(config.num_layers if layers else 0)
             decoder_layers = list(pool.map(partial(read_layer, reader, config), numbers))
         norm = read_norm(reader, config, "model.norm", config.hidden_size)
-        embedding, head = _read_ends(reader, config)
+        order = None if rows is None else torch.tensor(rows)
+        embedding, head = _read_ends(reader, config, order)
         unused = reader.files.unused(reader.used) if layers else []
         unused = [key for key in unused if not key.endswith("rotary_emb.inv_freq")]
         if unused and num_modules(source, where):  # MTP modules in the same files, for `--draft mtp`
@@ -564,6 +594,11 @@ class LeanTarget(Target):
             )
         rotary = rotary_of(config, states, device)
         net = TappedNet(config, embedding, decoder_layers, norm, head, rotary)
+        if order is not None:
+            places = (order >= 0).nonzero()[:, 0].to(device)
+            net = ResizedNet(
+                replace(config, vocab_size=len(order)), embedding, decoder_layers, norm, head, rotary, places=places
+            )
         target = cls(net, runtime, name or folder.name, dtype)
         if arithmetic == "int8" and not any(matrix.has_levels for matrix in target.matrices):
             raise UnsupportedError(

@@ -396,6 +396,16 @@ def new_cache(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dt
     return table.cache(num_layers, num_kv_heads, head_dim, dtype, device)
 
 
+@contextmanager
+def outside_pages() -> Iterator[None]:
+    """While this context is open, KV caches are made outside of any pages: their slots are not the target's."""
+    token = _table.set(None)
+    try:
+        yield
+    finally:
+        _table.reset(token)
+
+
 class Prefix(NamedTuple):
     """The start of a text that is in known pages."""
 

@@ -402,7 +402,7 @@ def _content(folder: Path) -> str:
             "copy the tokenizer's files along."
         )
     if "adapter_model.safetensors" in files:
-        return "adapter_model.safetensors, a LoRA adapter. Merge it into its base model and save that."
+        return "adapter_model.safetensors, a LoRA adapter. Give its base model, and the adapter as lora (--lora)."
     for name in files:
         if name.endswith(".gguf"):
             return f"{name}. Give that file itself: {folder / name}"

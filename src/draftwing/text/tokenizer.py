@@ -243,23 +243,25 @@ class Tokenizer:
         decoder = self.fast.decoder
         return decoder is not None and b'"ByteLevel"' in bytes(decoder.__getstate__())
 
-    def check_same(self, other: Tokenizer, name: str) -> None:
-        """Raise TokenizerError unless ``other`` gives every text the same ids."""
+    def difference(self, other: Tokenizer) -> str | None:
+        """Return the first difference between the vocabulary of a target and that of a draft model; None for none."""
         ours, theirs = self.fast.get_vocab(), other.fast.get_vocab()
         if ours == theirs:
-            return
+            return None
         moved = (token for token in ours if theirs.get(token) != ours[token])
         different = min(moved, key=lambda token: ours[token], default=None)
-        detail = (
-            f"it has {len(theirs) - len(ours)} more tokens"
-            if different is None
-            else f"token {ours[different]} is {different!r} for the target and "
-            f"{other.fast.id_to_token(ours[different])!r} for the draft"
+        if different is None:
+            return f"it has {len(theirs) - len(ours)} more tokens"
+        return (
+            f"token {ours[different]} is {different!r} for the target and {other.fast.id_to_token(ours[different])!r} "
+            f"for the draft"
         )
-        raise TokenizerError(
-            f"draft model {name} has another tokenizer than the target ({detail}): a draft model must share the "
-            f"target's; choose another, or draft='lookup'"
-        )
+
+    def named_token(self, name: str) -> int | None:
+        """Return the id of a token that has a role, such as ``eos_token``; None if it has none."""
+        value = getattr(self._slow, name, None) if self._slow is not None else self._config.get(name)
+        content = value.get("content") if isinstance(value, dict) else value
+        return self.fast.token_to_id(content) if isinstance(content, str) else None
 
 
 def _pretrained(folder: Path) -> Any:
