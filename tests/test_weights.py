@@ -99,7 +99,7 @@ def test_no_weights(tmp_path):
         WeightFiles(tmp_path)
     for name, parts in (
         ("weights.gguf", ["found weights.gguf. Give that file itself"]),
-        ("adapter_model.safetensors", ["found adapter_model.safetensors, a LoRA adapter. Merge it"]),
+        ("adapter_model.safetensors", ["found adapter_model.safetensors, a LoRA adapter. Give its base"]),
         ("pytorch_model.bin", ["only pytorch_model.bin, which is pickled. Convert it: python -c", "save_pretrained"]),
     ):
         (tmp_path / name).touch()
