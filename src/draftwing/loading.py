@@ -91,7 +91,7 @@ def load(
         draft: an EAGLE head (in any layout) or a smaller causal LM with the same tokenizer, given like a target;
             ``"lookup"`` or ``"none"``; for long texts ``"self-window"`` or ``"self-snapkv"``; several at once as
             ``"eagle3+lookup"``. None takes the head that comes with Draftwing for this target, otherwise ``"lookup"``,
-            or ``"none"`` for a target with recurrent layers, which cannot roll back drafted tokens.
+            or ``"none"`` for a target that drafts cannot speed up: one with recurrent layers that runs in transformers.
         rule: see ``Decoder``.
         lossless: see ``Decoder``.
         budget: how much to draft in every step; None decides step by step.
@@ -127,7 +127,7 @@ def load(
     tokenizer = Tokenizer(folder)
     if draft is None:
         best = entry.best_head if entry is not None else None
-        draft = best or ("lookup" if loaded.supports_trees else "none")
+        draft = best or ("none" if loaded.runs_nodes_alone or not loaded.supports_trees else "lookup")
     new_drafter = load_drafter(draft, loaded, tokenizer, device=device, options=draft_options)
     return LM(loaded, tokenizer, new_drafter, rule, budget, lossless=lossless)
 
