@@ -223,6 +223,15 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("StableLmConfig", {"use_qkv_bias": True, "partial_rotary_factor": 0.5}),
     "starcoder2": ("Starcoder2Config", {"sliding_window": 6}),
     "nemotron": ("NemotronConfig", {"head_dim": 8}),
+    "lfm2": (
+        "Lfm2Config",
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "block_multiple_of": 16,
+            "conv_L_cache": 4,
+            "num_key_value_heads": 1,  # keys and values are narrower than the convolution's inputs
+        },
+    ),
 }
 
 MIXTURES = ("granitemoe", "qwen2-moe", "olmoe", "gpt-oss", "deepseek-v2", "deepseek-v3")

@@ -35,6 +35,7 @@ class LayerNames:
     sinks: str | None = None  # a further score of each head
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # without gates: the first matrix
     down: str = "mlp.down_proj"
+    final_norm: str = "model.norm"  # not of a layer, so the whole name
 
     def modules(self) -> dict[str, list[str]]:
         """The names by module of a ``DecoderLayer``."""
@@ -130,6 +131,9 @@ class Family:
     windows: Literal["never", "always", "switch", "layer", "alternate", "unrotated", "pattern"] = "never"
     pattern: int | Key = 0  # n of "pattern"; 0: all layers
 
+    # the length of the short convolutions that replace attention in layers that "layer_types" calls conv (LFM2)
+    conv_size: Key | None = None
+
     # rotary position embeddings
     theta: float = 10000.0
     partial: float | None = None  # default of ``partial_rotary_factor``; None if the family has no such setting
@@ -145,6 +149,7 @@ class Family:
     activation: Key = Key("hidden_act", "silu")
     mlp_bias: bool | Key = False
     is_gated: bool = True
+    is_rounded_up: bool = False  # "intermediate_size" is that of an MLP without gates, and rounded up (LFM2)
     experts: ExpertTraits | None = None
 
     # factors: of embeddings (``hidden_size`` ** .5 if it is "root"), of what a layer adds, and of logits
@@ -397,6 +402,15 @@ FAMILIES: Final[dict[str, Family]] = {
     "arcee": Family(
         "ArceeForCausalLM", 4096, eps=_EPS5, bos=128000, eos=128001, qkv_bias=_BIAS, o_bias=_BIAS, mlp_bias=_MLP_BIAS,
         is_gated=False, activation=Key("hidden_act", "relu2"), names=LayerNames(gate_up=("mlp.up_proj",)),
+    ),
+    "lfm2": Family(
+        "Lfm2ForCausalLM", 128000, kv_heads=8, eps=Key("norm_eps", 1e-5), bos=1, eos=2, pad=0, is_tied=True, theta=1e6,
+        qk_norm="head", conv_size=Key("conv_L_cache", 3), is_rounded_up=True, refused={"conv_bias": (False,)},
+        names=LayerNames(
+            out="self_attn.out_proj", attention_in="operator_norm", mlp_in="ffn_norm", q_norm="self_attn.q_layernorm",
+            k_norm="self_attn.k_layernorm", gate_up=("feed_forward.w1", "feed_forward.w3"), down="feed_forward.w2",
+            final_norm="model.embedding_norm",
+        ),
     ),
 }  # fmt: skip
 

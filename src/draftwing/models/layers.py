@@ -328,8 +328,33 @@ class LatentProjection(nn.Module):
         return torch.cat([q, keys.flatten(1), values.flatten(1)], 1)
 
 
+class ShortConvolution(nn.Module):
+    """C * sum of w_i * (B * x)_i over the last tokens, channel by channel; B, C and x are columns of one matrix (LFM2).
+
+    Args:
+        weight: (size, H), of the oldest token first.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=weight.requires_grad)
+        self.size = weight.shape[0]
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(R, 3 * H) -> the inputs of the convolution and the gates of its result, (R, H) each."""
+        b, c, x = x.chunk(3, 1)
+        return b * x, c
+
+    def mix(self, before: Tensor, inputs: Tensor, gates: Tensor) -> Tensor:
+        """The inputs at the tokens before each row (R, size - 1, H), at the row, and the gates -> (R, H)."""
+        out = inputs * self.weight[-1]
+        for i in range(self.size - 2, -1, -1):
+            out = out + before[:, i] * self.weight[i]
+        return out * gates
+
+
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each added to the residual stream.
+    """Attention or a short convolution, and MLP, each added to the residual stream.
 
     Args:
         input_norm: before attention, or None (EAGLE-1; OLMo 2).
@@ -341,6 +366,7 @@ class DecoderLayer(nn.Module):
         traits: differences of the heads from Llama's.
         value_width: of a head's values, if smaller than that of queries and keys.
         is_parallel: attention and MLP read the same norm, and both are added (Cohere).
+        conv: instead of attention: of the columns of ``qkv`` (H_in, 3 * H).
     """
 
     def __init__(
@@ -357,9 +383,10 @@ class DecoderLayer(nn.Module):
         traits: HeadTraits = PLAIN_HEADS,
         is_parallel: bool = False,
         value_width: int | None = None,
+        conv: ShortConvolution | None = None,
     ) -> None:
         super().__init__()
-        self.input_norm, self.post_norm = input_norm, post_norm
+        self.input_norm, self.post_norm, self.conv = input_norm, post_norm, conv
         self.out_norm, self.mlp_out_norm = out_norms
         self.qkv, self.out, self.mlp = qkv, out, mlp
         self.num_heads, self.num_kv_heads, self.head_dim = heads

@@ -43,6 +43,7 @@ from draftwing.models.layers import (
     RMSNorm,
     Routing,
     SharedExpert,
+    ShortConvolution,
     Taps,
     scaled,
     settled,
@@ -213,6 +214,7 @@ def read_layer(reader: Reader, config: ModelConfig, index: int) -> DecoderLayer:
     base, hidden, dim, moe = f"model.layers.{index}.", config.hidden_size, config.head_dim, config.moe
     query_dim, kv_dim = config.num_heads * dim, config.num_kv_heads * dim
     family, names = config.family, config.family.names
+    qkv: Linear | LatentProjection
 
     def norm(name: str | None, size: int = hidden) -> Norm | None:
         return None if name is None else read_norm(reader, config, base + name, size)
@@ -228,9 +230,14 @@ def read_layer(reader: Reader, config: ModelConfig, index: int) -> DecoderLayer:
         second = scaled_matrix(reader.linear([base + down], [hidden], width, bias))
         return kind(first, second, config.activation)
 
-    traits, value_dim = _head_traits(config, index), dim
-    if config.latent is not None:
-        qkv: Linear | LatentProjection = _read_latent(reader, config, f"{base}self_attn.")
+    traits, value_dim, conv = _head_traits(config, index), dim, None
+    heads, output = (config.num_heads, config.num_kv_heads, dim), names.out
+    if config.convolves[index]:
+        weight = reader.tensor(f"{base}conv.conv.weight", hidden, 1, config.conv_size)
+        conv, heads = ShortConvolution(weight[:, 0].T.contiguous()), (config.num_heads, config.num_slot_heads, dim)
+        qkv, output = reader.linear([f"{base}conv.in_proj"], [3 * hidden], hidden), "conv.out_proj"
+    elif config.latent is not None:
+        qkv = _read_latent(reader, config, f"{base}self_attn.")
         value_dim = config.latent.value_dim
     else:
         projections = [base + name for name in names.qkv]
@@ -238,7 +245,8 @@ def read_layer(reader: Reader, config: ModelConfig, index: int) -> DecoderLayer:
         qkv = reader.linear(projections, outs, hidden, config.qkv_bias, rows=_halved_pairs(config))
     if names.sinks is not None:
         traits = replace(traits, sinks=reader.tensor(base + names.sinks, config.num_heads))
-    out = scaled_matrix(reader.linear([base + names.out], [hidden], config.num_heads * value_dim, config.o_bias))
+    width = hidden if conv is not None else config.num_heads * value_dim
+    out = scaled_matrix(reader.linear([base + output], [hidden], width, config.o_bias))
     if family.experts is None or moe is None or not moe.sparse_layers[index]:
         mlp: GatedMLP | PlainMLP | Experts = mlp_of(
             names.gate_up, names.down, config.intermediate_size, config.mlp_bias
@@ -246,7 +254,7 @@ def read_layer(reader: Reader, config: ModelConfig, index: int) -> DecoderLayer:
     else:
         mlp = _read_experts(reader, config, family.experts, base, mlp_of)
     norms = None
-    if config.qk_norm:
+    if config.qk_norm and conv is None:
         sizes = (query_dim, kv_dim) if family.qk_norm == "all" else (dim, dim)
         q_norm, k_norm = norm(names.q_norm, sizes[0]), norm(names.k_norm, sizes[1])
         assert isinstance(q_norm, RMSNorm)
@@ -258,12 +266,13 @@ def read_layer(reader: Reader, config: ModelConfig, index: int) -> DecoderLayer:
         out=out,
         post_norm=norm(names.mlp_in),
         mlp=mlp,
-        heads=(config.num_heads, config.num_kv_heads, dim),
+        heads=heads,
         norms=norms,
         out_norms=(norm(names.attention_out), norm(names.mlp_out)),
         traits=traits,
         is_parallel=names.mlp_in is None and names.mlp_out is None,
         value_width=None if value_dim == dim else value_dim,
+        conv=conv,
     )
 
 
@@ -413,7 +422,8 @@ class TappedNet:
         return NetShape(
             config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim, config.sliding_windows,
             config.vocab_size, out_width=config.hidden_size * len(self.taps),
-            has_plain_heads=all(layer.traits.is_plain for layer in self.layers),
+            has_plain_heads=all(layer.traits.is_plain and layer.conv is None for layer in self.layers),
+            num_slot_heads=config.num_slot_heads,
         )  # fmt: skip
 
     @property
@@ -550,7 +560,7 @@ class LeanTarget(Target):
         with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:  # packing is bound by memory traffic
             numbers = range(config.num_layers if layers else 0)
             decoder_layers = list(pool.map(partial(read_layer, reader, config), numbers))
-        norm = read_norm(reader, config, "model.norm", config.hidden_size)
+        norm = read_norm(reader, config, config.family.names.final_norm, config.hidden_size)
         embedding, head = _read_ends(reader, config)
         unused = reader.files.unused(reader.used) if layers else []
         unused = [key for key in unused if not key.endswith("rotary_emb.inv_freq")]

@@ -48,6 +48,7 @@ class NetShape:
     is_shifted: bool = True  # True if an entry reads its token, False if it reads that of its parent
     is_sparse: bool = False  # True if its logits leave tokens out, which hold -inf
     has_plain_heads: bool = True  # see ``HeadTraits.is_plain``
+    num_slot_heads: int = 0  # KV heads of a slot, if more than ``num_kv_heads`` (``ModelConfig.num_slot_heads``)
     causal: Sequence[bool] = ()  # layers whose nodes see no later position; empty: none is marked (``SlotAttention``)
 
 
@@ -123,7 +124,8 @@ class Runner(ABC):
     def __init__(self, net: Net, cache: KVCache | None = None) -> None:
         self.net = net
         shape = net.shape
-        self.cache = cache or new_cache(shape.num_layers, shape.num_kv_heads, shape.head_dim, net.dtype, net.device)
+        heads = max(shape.num_slot_heads, shape.num_kv_heads)
+        self.cache = cache or new_cache(shape.num_layers, heads, shape.head_dim, net.dtype, net.device)
 
     @abstractmethod
     def forward(self, entries: Entries, *, want_logits: bool = True, last: Tensor | None = None) -> Outputs:
@@ -295,7 +297,8 @@ class EagerRunner(Runner):
         shape, attend = net.shape, None
         if shape.num_layers:
             kind = attention_over(slots, is_plain=shape.has_plain_heads)
-            attend = kind(cis, slots, shape.windows, shape.num_heads, real + padding, shape.causal)
+            heads = shape.num_heads, shape.num_kv_heads
+            attend = kind(cis, slots, shape.windows, heads, real + padding, shape.causal)
         read, out = net.forward(ids, states, attend)
         return read[:real].view(rows, nodes, -1), None if out is None else out[:real].view(rows, nodes, -1)
 
