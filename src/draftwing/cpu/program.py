@@ -331,13 +331,13 @@ class TracedAttention:
     def __call__(self, layer: int, qkv: Traced, heads: Heads) -> Traced:
         """(R, (heads + 2 * KV heads) * D) -> (R, heads * D)."""
         program, width, traits = qkv.program, heads.num_heads * heads.head_dim, heads.traits
-        if heads.conv is not None:
+        if heads.mixer is not None:
             width = qkv.width // 3
         out = Traced(program, program.scratch(width), width)
-        if heads.conv is not None:
+        if heads.mixer is not None:
             program.add(
-                out.buffer, qkv.settled().buffer, kind=_CONVOLVE, layer=layer, num_in=width, num_out=heads.conv.size,
-                num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim, weight=heads.conv.weight.float(),
+                out.buffer, qkv.settled().buffer, kind=_CONVOLVE, layer=layer, num_in=width, num_out=heads.mixer.size,
+                num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim, weight=heads.mixer.weight.float(),
             )  # fmt: skip
             return out
         # Only what is used: an operation's other fields are 0.

@@ -19,8 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from draftwing.models import gpu
 from draftwing.models.cache import KEY_BLOCK, KVCache, View, round_up
+from draftwing.models.recurrent import GatedDelta, RecurrentStates
 from draftwing.torch_utils import on_device
-from draftwing.tree import DraftTree
+from draftwing.tree import PAD, DraftTree
 
 # Queries are padded to multiples of this and keys to KEY_BLOCK, so that a row's bits on a CPU do not depend on others.
 QUERY_BLOCK = 8
@@ -63,7 +64,7 @@ class Heads(Protocol):
     q_norm: Any
     k_norm: Any
     traits: HeadTraits
-    conv: Any  # a ``layers.ShortConvolution`` instead of heads, or None
+    mixer: Any  # a ``layers.ShortConvolution`` or ``recurrent.GatedDelta`` instead of heads, or None
 
 
 class Attend(Protocol):
@@ -158,10 +159,8 @@ class Attention(ABC):
     def __call__(self, layer: int, qkv: Tensor, heads: Heads) -> Tensor:
         num_heads, num_kv_heads = heads.num_heads, heads.num_kv_heads
         real = self.cis.shape[0]
-        if heads.conv is not None:
-            inputs, gates = heads.conv.split(qkv[:real])
-            before = self.before(layer, inputs, heads.conv.size - 1)
-            mixed: Tensor = heads.conv.mix(before, inputs, gates)
+        if heads.mixer is not None:
+            mixed: Tensor = heads.mixer.mix(layer, qkv[:real], self)
             return F.pad(mixed, (0, 0, 0, len(qkv) - real))
         qk, v = _split(qkv[:real].view(real, -1, heads.head_dim), (num_heads + num_kv_heads, num_kv_heads), 1)
         traits, cis, normed = heads.traits, self.cis, heads.q_norm is not None and heads.k_norm is not None
@@ -184,6 +183,10 @@ class Attention(ABC):
     def before(self, layer: int, inputs: Tensor, count: int) -> Tensor:
         """The inputs (R, count, H) of a convolution at the tokens before each row, the oldest first; zeros without."""
         raise NotImplementedError  # only language models have convolutions
+
+    def recur(self, layer: int, rows: Tensor, delta: GatedDelta) -> Tensor:
+        """The result of a recurrent layer for its matrix's rows (R, width): see ``GatedDelta.mix``."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -242,6 +245,7 @@ class SlotAttention(Attention):
         num_heads, kv_heads = heads
         dim = where.cache.data.shape[5]
         self._where, self._before = where, dict[int, Tensor]()
+        self._trees: list[tuple[list[int], list[int]]] | None = None  # parents and used nodes of each row
         self._windows, self._scale, self._rows_out = windows, dim**-0.5, num_rows_out
         self._causal = causal or [False] * len(windows)
         nodes = where.tree.num_nodes - where.first_node
@@ -269,6 +273,18 @@ class SlotAttention(Attention):
         return torch.where(
             (slots >= 0).view(-1, count, 1), found, torch.zeros((), dtype=found.dtype, device=found.device)
         )
+
+    def recur(self, layer: int, rows: Tensor, delta: GatedDelta) -> Tensor:
+        where = self._where
+        if self._trees is None:
+            tokens, parents = where.tree.tokens.tolist(), where.tree.parents.tolist()
+            used = [[node for node, token in enumerate(row) if token != PAD] for row in tokens]
+            self._trees = list(zip(parents, used, strict=True))
+        states, rows = where.cache.states, rows.view(len(self._trees), -1, rows.shape[1])
+        first, mixed = where.first_row, list[Tensor]()
+        for row, tree in enumerate(self._trees):
+            mixed.append(states.forward(first + row, layer, rows[row], delta, *tree))
+        return torch.cat(mixed)
 
     def _slots_before(self, where: TreeSlots, count: int) -> Tensor:
         """(B, N, count) slots of the tokens before each node that is run, the oldest first; negative without."""
@@ -446,6 +462,11 @@ class CausalAttention(Attention):
         padded = F.pad(inputs.view(self._rows, self._length, -1), (0, 0, count, 0))
         shifted = [padded[:, i : i + self._length] for i in range(count)]
         return torch.stack(shifted, 2).flatten(0, 1)
+
+    def recur(self, layer: int, rows: Tensor, delta: GatedDelta) -> Tensor:
+        chain = range(-1, self._length - 1), range(self._length)
+        texts = rows.view(self._rows, self._length, -1)
+        return torch.cat([RecurrentStates().forward(0, layer, text, delta, *chain) for text in texts])
 
     def _mask(self, window: int | None, device: torch.device, *, always: bool = False) -> Tensor | None:
         """(T, T) True for visible tokens; None if all earlier ones are, unless ``always``."""

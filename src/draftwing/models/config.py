@@ -318,6 +318,31 @@ class LatentConfig:
 
 
 @dataclass(frozen=True)
+class DeltaConfig:
+    """Sizes of the gated delta rule (``models.recurrent``)."""
+
+    num_key_heads: int
+    num_value_heads: int
+    # key_dim, value_dim: widths of a head
+    key_dim: int
+    value_dim: int
+    conv_size: int  # tokens that the convolution of queries, keys and values reads
+
+    @property
+    def keys_width(self) -> int:
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def values_width(self) -> int:
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def conv_width(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.keys_width + self.values_width
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The shape of a decoder: a family's traits (``models.families``) with the values of one model."""
 
@@ -354,6 +379,9 @@ class ModelConfig:
     # for each layer, True if it has a short convolution over ``conv_size`` tokens instead of attention
     convolves: tuple[bool, ...] = ()
     conv_size: int = 0
+    # for each layer, True if it has the gated delta rule ``delta`` instead of attention
+    recurs: tuple[bool, ...] = ()
+    delta: DeltaConfig | None = None
     # A query at position p is multiplied by 1 + beta * log(1 + floor(p / length)): (beta, length), or None
     query_scale: tuple[float, int] | None = None
     # embedding_scale, residual_scale, logit_scale: factors of embeddings, of what a layer adds, and of logits
@@ -365,6 +393,11 @@ class ModelConfig:
     @property
     def family(self) -> Family:
         return FAMILIES[self.model_type]
+
+    @property
+    def runs_dense(self) -> bool:
+        """True if a forward knows what it computes before it runs: no experts, and no states that are walked."""
+        return self.moe is None and self.delta is None
 
     @property
     def num_slot_heads(self) -> int:
@@ -446,6 +479,8 @@ class ModelConfig:
             local_rope=local_rope,
             rotates=_rotates(read, family, windows),
             convolves=_convolves(read, family, layers),
+            recurs=_recurs(read, family, layers),
+            delta=None if family.delta is None else _delta(read),
             conv_size=read.setting(family.conv_size) or 0,
             query_scale=_query_scale(read, family),
             embedding_scale=1.0 if embedding_scale is None else embedding_scale,
@@ -509,6 +544,23 @@ def _convolves(read: ConfigReader, family: Family, layers: int) -> tuple[bool, .
     if kinds:  # ``_windows`` checks their number
         return tuple(kind == "conv" for kind in kinds)
     return tuple(bool(attends) and layer not in attends for layer in range(layers))
+
+
+def _recurs(read: ConfigReader, family: Family, layers: int) -> tuple[bool, ...]:
+    """For each layer, True if it has the gated delta rule instead of attention."""
+    kinds = read.items("layer_types", str)
+    if family.delta is None or kinds:
+        return tuple(kind == "linear_attention" for kind in kinds) or (False,) * layers
+    every = read.integer("full_attention_interval", 4)
+    return tuple((layer + 1) % every != 0 for layer in range(layers))
+
+
+def _delta(read: ConfigReader) -> DeltaConfig:
+    keys, values = read.integer("linear_num_key_heads", 16), read.integer("linear_num_value_heads", 32)
+    if values % keys:
+        raise read.error(f"`linear_num_value_heads` {values} is not divisible by `linear_num_key_heads` {keys}.")
+    dims = read.integer("linear_key_head_dim", 128), read.integer("linear_value_head_dim", 128)
+    return DeltaConfig(keys, values, *dims, read.integer("linear_conv_kernel_dim", 4))
 
 
 def _eos_ids(read: ConfigReader, family: Family) -> tuple[int, ...]:
@@ -591,7 +643,8 @@ def _windows(read: ConfigReader, family: Family, layers: int) -> tuple[int | Non
             f"Correct it, or {_DOWNLOAD}"
         )
     for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention") and (kind != "conv" or family.conv_size is None):
+        others = {"conv": family.conv_size, "linear_attention": family.delta}
+        if kind not in ("full_attention", "sliding_attention") and others.get(kind) is None:
             raise read.unsupported(
                 f'`layer_types` has "{kind}", which the lean decoder lacks; expected full_ or sliding_attention.'
             )

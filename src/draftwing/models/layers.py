@@ -24,6 +24,7 @@ from draftwing.cpu.program import Traced, join
 from draftwing.models import gpu
 from draftwing.models.attention import PLAIN_HEADS, Attend, HeadTraits
 from draftwing.models.linear import Linear
+from draftwing.models.recurrent import GatedDelta
 
 # The operators without their Python wrappers, which cost more than the work on a handful of rows.
 _split = torch.split_with_sizes
@@ -340,13 +341,11 @@ class ShortConvolution(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=weight.requires_grad)
         self.size = weight.shape[0]
 
-    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(R, 3 * H) -> the inputs of the convolution and the gates of its result, (R, H) each."""
-        b, c, x = x.chunk(3, 1)
-        return b * x, c
-
-    def mix(self, before: Tensor, inputs: Tensor, gates: Tensor) -> Tensor:
-        """The inputs at the tokens before each row (R, size - 1, H), at the row, and the gates -> (R, H)."""
+    def mix(self, layer: int, rows: Tensor, attend: Any) -> Tensor:
+        """(R, 3 * H) -> (R, H)."""
+        b, gates, x = rows.chunk(3, 1)
+        inputs = b * x
+        before = attend.before(layer, inputs, self.size - 1)
         out = inputs * self.weight[-1]
         for i in range(self.size - 2, -1, -1):
             out = out + before[:, i] * self.weight[i]
@@ -354,7 +353,7 @@ class ShortConvolution(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention or a short convolution, and MLP, each added to the residual stream.
+    """Attention or another mixer, and MLP, each added to the residual stream.
 
     Args:
         input_norm: before attention, or None (EAGLE-1; OLMo 2).
@@ -366,7 +365,8 @@ class DecoderLayer(nn.Module):
         traits: differences of the heads from Llama's.
         value_width: of a head's values, if smaller than that of queries and keys.
         is_parallel: attention and MLP read the same norm, and both are added (Cohere).
-        conv: instead of attention: of the columns of ``qkv`` (H_in, 3 * H).
+        mixer: instead of attention, of the columns of ``qkv``.
+        is_gated: further columns of ``qkv``, one for each of attention, are gates of what it returns.
     """
 
     def __init__(
@@ -383,10 +383,12 @@ class DecoderLayer(nn.Module):
         traits: HeadTraits = PLAIN_HEADS,
         is_parallel: bool = False,
         value_width: int | None = None,
-        conv: ShortConvolution | None = None,
+        mixer: ShortConvolution | GatedDelta | None = None,
+        is_gated: bool = False,
     ) -> None:
         super().__init__()
-        self.input_norm, self.post_norm, self.conv = input_norm, post_norm, conv
+        self.input_norm, self.post_norm = input_norm, post_norm
+        self.mixer, self.is_gated = mixer, is_gated
         self.out_norm, self.mlp_out_norm = out_norms
         self.qkv, self.out, self.mlp = qkv, out, mlp
         self.num_heads, self.num_kv_heads, self.head_dim = heads
@@ -434,7 +436,12 @@ class DecoderLayer(nn.Module):
 
     def _mixed(self, normed: Any, attend: Attend, layer: int) -> Any:
         """The values that each head attends to (R, heads * value width)."""
-        mixed = attend(layer, self._project(normed), self)
+        rows = self._project(normed)
+        if self.is_gated:
+            width = self.num_heads * self.head_dim
+            mixed = attend(layer, rows[:, :-width], self)
+            return mixed * rows[: len(mixed), -width:].sigmoid()
+        mixed = attend(layer, rows, self)
         if self.value_width is None:
             return mixed
         return mixed.view(len(mixed), self.num_heads, -1)[..., : self.value_width].flatten(1)

@@ -217,6 +217,7 @@ class Runner(ABC):
             states = None if features is None else self.fuse(features[:, done : done + len(chunk)])
             entries = Entries(chain, [start + done], row, states=states, prompt_lengths=prompts)
             piece = self.forward(entries, want_logits=False)[1]
+            self.cache.states.commit(row, range(len(chunk)))
             pieces += [] if piece is None else [piece]
         return joined(pieces, 1) if pieces else None
 
