@@ -122,6 +122,10 @@ _LATENT = {
     "n_shared_experts": 2, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
     "first_k_dense_replace": 1, "num_key_value_heads": 4,
 }  # fmt: skip
+_DELTA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+}  # fmt: skip
 # Further families of the lean decoder, with every trait of theirs turned on.
 FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3Config", {"use_sliding_window": True, "sliding_window": 6, "no_rope_layers": [1, 0, 1]}),
@@ -223,9 +227,31 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("StableLmConfig", {"use_qkv_bias": True, "partial_rotary_factor": 0.5}),
     "starcoder2": ("Starcoder2Config", {"sliding_window": 6}),
     "nemotron": ("NemotronConfig", {"head_dim": 8}),
+    "qwen3.5": ("Qwen3_5TextConfig", _DELTA),
+    "qwen3-next": (
+        "Qwen3NextConfig",
+        {
+            **_DELTA,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "lfm2": (
+        "Lfm2Config",
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "block_multiple_of": 16,
+            "conv_L_cache": 4,
+            "num_key_value_heads": 1,  # keys and values are narrower than the convolution's inputs
+        },
+    ),
 }
 
-MIXTURES = ("granitemoe", "qwen2-moe", "olmoe", "gpt-oss", "deepseek-v2", "deepseek-v3")
+# Those that run in PyTorch on CPUs: mixtures of experts, and recurrent layers.
+MIXTURES = ("qwen3.5", "qwen3-next", "granitemoe", "qwen2-moe", "olmoe", "gpt-oss", "deepseek-v2", "deepseek-v3")
 
 
 def kernel_size(family: str) -> dict[str, int]:

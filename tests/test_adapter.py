@@ -1,8 +1,8 @@
 """Models of transformers as a target: trees, features and commits, and models that do not support trees."""
 
+import gc
 import sys
 import warnings
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -13,7 +13,7 @@ from conftest import FAMILIES, SMALL, add_tokenizer, refused
 from draftwing.decode import Decoder
 from draftwing.errors import CheckpointError, DraftwingWarning, TokenizerError, UnsupportedError
 from draftwing.loading import load_target
-from draftwing.methods.base import Budget, NoDrafter
+from draftwing.methods.base import Budget, Drafter, NoDrafter
 from draftwing.methods.lookup import LookupDrafter
 from draftwing.models.adapter import AdapterTarget
 from draftwing.models.context import FeatureSpec
@@ -41,12 +41,35 @@ JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 
 LINEAR = {f"linear_{name}": 8 for name in ("key_head_dim", "value_head_dim")}
 LINEAR |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "layer_types": HYBRID, "head_dim": 8}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SHARED = {"shared_expert_intermediate_size": 16}
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1}
+GRANITE = {"layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 4, "shared_intermediate_size": 16}
+NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 1, "ssm_state_size": 4, "head_dim": 8}
+NEMOTRON |= {"layers_block_type": ["linear_attention", "full_attention", "mlp"]}
+ZAMBA2 = {"mamba_d_state": 4, "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_ngroups": 1}
+ZAMBA2 |= {"layers_block_type": ["mamba", "hybrid", "mamba"]}
+CONVOLVED = {"layer_types": ["conv", "full_attention", "conv"]}
 RECURRENT = {
+    "mamba2": ("Mamba2Config", {"head_dim": 8, "num_heads": 8, "n_groups": 1, "state_size": 8}),
+    "qwen3-next": ("Qwen3NextConfig", {**LINEAR, **EXPERTS, **SHARED}),
+    "qwen3.5": ("Qwen3_5TextConfig", LINEAR),
+    "lfm2": ("Lfm2Config", CONVOLVED),
+    "granite-4h": ("GraniteMoeHybridConfig", {**MAMBA2, **GRANITE}),
+    "nemotron-h": ("NemotronHConfig", NEMOTRON),
+    "falcon-h1": ("FalconH1Config", {**MAMBA2, "mamba_d_ssm": 64, "head_dim": 8}),
+    # Further ones, whose caches are like those above, or which other tests decode.
     "mamba": ("MambaConfig", {"state_size": 4}),
+    "rwkv": ("RwkvConfig", {"attention_hidden_size": 32, "context_length": 256}),
     "jamba": ("JambaConfig", {**JAMBA, "use_mamba_kernels": False, "mamba_d_state": 4}),
-    "qwen3-next": ("Qwen3NextConfig", {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 16}),
-    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"]}),
+    "bamba": ("BambaConfig", {**MAMBA2, "attn_layer_indices": [1]}),
+    "falcon-mamba": ("FalconMambaConfig", {"state_size": 4}),
+    "qwen3.5-moe": ("Qwen3_5MoeTextConfig", {**LINEAR, **EXPERTS, **SHARED}),
+    "lfm2-moe": ("Lfm2MoeConfig", {**CONVOLVED, **EXPERTS}),
+    "olmo-hybrid": ("OlmoHybridConfig", LINEAR),
+    "minimax": ("MiniMaxConfig", {"num_local_experts": 2, "head_dim": 8, "layer_types": HYBRID, "block_size": 4}),
+    "zamba2": ("Zamba2Config", ZAMBA2),
 }
+RARE = list(RECURRENT)[7:]
 # Attention models without trees, whose cache can be cropped: distances counted in slots, windows of other names, and
 # decoders that share their code with an encoder.
 GLOBAL = [[["global", "local", "global"], 1]]
@@ -68,11 +91,6 @@ ODD = {
         name: (f"{name}Config", dict(HALF))
         for name in ("Marian", "MBart", "PLBart", "TrOCR", "Mvp", "Bart", "Pegasus", "Blenderbot")
     },
-}
-RECURRENT_LAYERS = "the state of its linear_attention layers cannot be rolled back"
-REASONS = {
-    **dict.fromkeys(("mamba", "jamba", "qwen3-next"), RECURRENT_LAYERS),
-    "lfm2": "the state of its conv layers cannot be rolled back",
 }
 TREE = ([5, 9, 11, 9, 3, 7, 8], [-1, 0, 0, 1, 1, 2, 5])
 PATHS = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 4], [0, 2, 5], [0, 2, 5, 6]]
@@ -98,18 +116,35 @@ def reference(model, ids):
         return model(torch.tensor([ids]), output_hidden_states=True, use_cache=False)
 
 
-@contextmanager
-def reason_for(name):
-    with pytest.warns(DraftwingWarning, match=f"{REASONS[name]}.*; it is decoded without speculation"):
-        yield
-
-
 def greedy(model, prompt, count):
     """transformers' own decoding."""
     model.generation_config.eos_token_id = None
     ids = torch.tensor([prompt])
     made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
     return made[0, len(prompt) :].tolist()
+
+
+class Knows(Drafter):
+    """Drafts known texts: a chain of four, every fifth token wrong, with a wrong sibling at each node."""
+
+    name, costs_forwards = "knows", False
+
+    def __init__(self, texts):
+        self.texts = texts
+
+    def propose(self, ctx, sampling, budget):
+        tokens, parents = [], []
+        for row in ctx.rows:
+            text = next(text for text in self.texts if text[: len(row.tokens)] == row.tokens)
+            nodes, above, last = [row.tokens[-1]], [-1], 0
+            for i in range(len(row.tokens), min(len(text), len(row.tokens) + 4)):
+                right, wrong = (text[i] + (i % 5 == 0)) % VOCAB, (text[i] + 9) % VOCAB
+                pair = [wrong, right] if i % 2 else [right, wrong]
+                nodes, above = [*nodes, *pair], [*above, last, last]
+                last = len(nodes) - 2 + pair.index(right)
+            tokens.append(nodes)
+            parents.append(above)
+        return DraftTree.from_lists(tokens, parents, ctx.device)
 
 
 def decode(target, prompts, drafter=None, budget=None, **options):
@@ -191,8 +226,7 @@ def test_half_precision_tells_right_from_wrong():
         assert AdapterTarget(make("gemma2", dtype)).supports_trees
         broken = make("mpt", dtype)
         forget_when_several(broken, 1)
-        with pytest.warns(DraftwingWarning, match="no tree mask.*without speculation"):
-            assert not AdapterTarget(broken).supports_trees
+        assert AdapterTarget(broken).runs_nodes_alone
 
 
 def test_a_window_in_the_config_that_the_layers_ignore():
@@ -267,43 +301,118 @@ def test_paths_that_are_wrong_beyond_a_window_are_found(name, window, length):
     model = make(name)
     setattr(model.config, "attention_chunk_size" if name == "llama4" else "window_size", window)
     forget_when_several(model, length)
-    with pytest.warns(DraftwingWarning, match="it is decoded without speculation"):
+    target = AdapterTarget(model)
+    assert target.runs_nodes_alone
+    expected = [plain_greedy(model, PROMPTS[0], 12)]
+    assert decode(target, PROMPTS[:1], Knows([PROMPTS[0] + expected[0]]), temperature=0.0) == expected
+
+
+# --- node by node ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name in RARE else ()) for name in RECURRENT]
+)
+def test_recurrent_models_draft_node_by_node(name):
+    """Trees and chains have the bits of decoding token by token."""
+    model = make(name, torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DraftwingWarning)  # it drafts
         target = AdapterTarget(model)
+    assert target.runs_nodes_alone
+    prompts = PROMPTS[:2]
+    plain = decode(target, prompts, max_tokens=9)
+    if name not in ("nemotron-h", "zamba2"):  # whose own steps differ from their forward over a whole text
+        assert plain[1] == greedy(model, prompts[1], 9)
+    sampled = decode(target, prompts, temperature=1.0, max_tokens=9)
+    for texts, temperature in ((plain, 0.0), (sampled, 1.0)):
+        drafter = Knows([[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)])
+        assert decode(target, prompts, drafter, temperature=temperature, max_tokens=9) == texts
+
+
+def test_features_of_a_walked_tree():
+    target, taps = AdapterTarget(make("lfm2", torch.float32)), FeatureSpec((1, 3))
+    ctx = target.new_context(taps)
+    target.prefill(ctx, PROMPTS[0])
+    tree = target.forward(ctx, DraftTree.from_lists([[PROMPTS[0][-1], *TREE[0][1:]]], [TREE[1]]))
+    for node, path in enumerate(PATHS):
+        alone = target.new_context(taps)
+        target.prefill(alone, PROMPTS[0])
+        row = alone.rows[0]
+        for token in (TREE[0][i] for i in path[1:]):
+            target.forward(alone, alone.roots())
+            row.tokens.append(token)
+            row.length += 1
+        output = target.forward(alone, alone.roots())
+        assert torch.equal(tree.logits[:, node], output.logits[:, 0])
+        assert torch.equal(tree.features[:, node], output.features[:, 0])
+
+
+def test_the_states_of_a_tree_grow_with_its_depth():
+    """A tree of 60 nodes takes no more than twice the memory of a chain as deep as it."""
+    kind, settings = RECURRENT["qwen3.5"]
+    config = getattr(transformers, kind)(
+        **{**SMALL, **settings, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    )
+    target, sizes = AdapterTarget(transformers.AutoModelForCausalLM.from_config(config).eval()), []
+    for parents in ([-1, *range(7)], [-1, *(i // 9 * 9 for i in range(60))]):
+        ctx, alive = target.new_context(), []
+        target.prefill(ctx, PROMPTS[0])
+
+        def count(*_, alive=alive):
+            if len(alive) < 12:  # the deepest path comes first
+                tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.dtype == torch.float32]
+                storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+                alive.append(sum(storages.values()))
+
+        count()
+        hook = target.model.register_forward_pre_hook(count)
+        target.forward(ctx, DraftTree.from_lists([[PROMPTS[0][-1], *[5] * (len(parents) - 1)]], [parents]))
+        hook.remove()
+        sizes.append(max(alive) - alive[0])
+    assert sizes[0] > 7 * 2 * 4 * 64 * 64 * 4  # states of two layers
+    assert sizes[1] < 2 * sizes[0]
+
+
+def keep_state_outside(model):
+    """Let a model hand out a cache that holds no state, as if its modules kept it."""
+    real, caches = model.forward, {}
+
+    def forward(**options):
+        handle = options.pop("cache", None)
+        output = real(**options, **({} if handle is None else {"cache": caches[handle]}))
+        if output.cache is not None:
+            handle = handle or str(len(caches))
+            caches[handle], output.cache = output.cache, handle
+        return output
+
+    model.forward = forward
+
+
+def test_a_state_that_cannot_be_copied_is_decoded_without_drafts():
+    model = make("mamba")
+    expected = [greedy(model, prompt, 12) for prompt in PROMPTS]
+    keep_state_outside(model)
+    with pytest.warns(DraftwingWarning, match="linear_attention layers cannot be.*; it is decoded without speculation"):
+        target = AdapterTarget(model, "snake")
     assert not target.supports_trees
-    assert decode(target, PROMPTS[:1], temperature=0.0) == [plain_greedy(model, PROMPTS[0], 12)]
-
-
-# --- no trees --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", RECURRENT)
-def test_without_trees(name):
-    model = make(name)
-    with reason_for(name):
-        target = AdapterTarget(model)
-    assert not target.supports_trees
-    wanted = [greedy(model, prompt, 12) for prompt in PROMPTS]
-    assert decode(target, PROMPTS) == wanted
-    assert decode(target, PROMPTS, NoDrafter()) == wanted
+    assert decode(target, PROMPTS) == expected
+    assert decode(target, PROMPTS, NoDrafter()) == expected
     with pytest.raises(UnsupportedError, match=r"cannot be rolled back.*decode it plainly with draft='none'"):
         Decoder(target, LookupDrafter(VOCAB))
-
-
-def test_a_tree_for_a_recurrent_state_is_refused():
-    with reason_for("mamba"):
-        target = AdapterTarget(make("mamba"), "snake")
     ctx = target.new_context()
     target.prefill(ctx, [3, 4])
     with refused(UnsupportedError, "snake: a tree was drafted, but ", "without speculation with draft='none'"):
         target.forward(ctx, DraftTree.chain(torch.tensor([[4, 5]])))
 
 
-def test_a_recurrent_state_is_not_read_twice():
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_recurrent_state_is_not_read_twice(drafts):
     """A failed step has changed it, so the next one uses the output that is already there."""
     model = make("mamba")
-    with reason_for("mamba"):
-        target = AdapterTarget(model)
-    decoder, text = Decoder(target), []
+    target = AdapterTarget(model)
+    expected = greedy(model, [3, 4], 6)
+    decoder, text = Decoder(target, Knows([[3, 4, *expected]]) if drafts else None), []
     decoder.admit([3, 4], Sampling(temperature=0.0, max_tokens=6, ignore_eos=True))
     good = decoder.rule
     while decoder.num_running:
@@ -313,7 +422,7 @@ def test_a_recurrent_state_is_not_read_twice():
                 decoder.step()
         decoder.rule = good
         text += decoder.step().rows[0].token_ids
-    assert text == greedy(model, [3, 4], 6)
+    assert text == expected
 
 
 def test_a_model_without_a_cache_is_refused():

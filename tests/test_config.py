@@ -123,6 +123,19 @@ def test_null_key_value_heads_are_the_query_heads(family):
     assert ModelConfig.from_hf({"model_type": family, **SIZES, "num_key_value_heads": None}).num_kv_heads == 32
 
 
+def test_keys_of_lfm2s_first_configs():
+    """``full_attn_idxs`` instead of ``layer_types``, and other names for two settings."""
+    old = {"model_type": "lfm2", **SIZES, "num_hidden_layers": 4, "full_attn_idxs": [1, 3], "block_ff_dim": 6656}
+    config = ModelConfig.from_hf({**old, "tie_embedding": False})
+    assert config.convolves == (True, False, True, False)
+    assert (config.intermediate_size, config.tie_word_embeddings) == (4608, False)
+    kinds = ["conv", "full_attention"] * 2
+    new = {**old, "layer_types": kinds, "full_attn_idxs": None, "block_ff_dim": 4608, "block_auto_adjust_ff_dim": False}
+    assert ModelConfig.from_hf({**new, "tie_word_embeddings": False}) == config
+    with refused(UnsupportedError, "`layer_types` has", "conv"):
+        ModelConfig.from_hf({**new, "model_type": "llama"})
+
+
 def test_biases_and_query_norms():
     def flags(family, **changes):
         config = ModelConfig.from_hf({**written(family), **changes})

@@ -352,7 +352,9 @@ def test_a_model_has_pytorchs_numbers(name, folder_of, monkeypatch):
         ),
     ],
 )
-@pytest.mark.parametrize("name", ["llama", "window", "qwen3", "olmo2", "gemma2-capped", "cohere2", "starcoder2"])
+@pytest.mark.parametrize(
+    "name", ["llama", "window", "qwen3", "olmo2", "gemma2-capped", "cohere2", "starcoder2", "lfm2"]
+)
 def test_a_nodes_bits_do_not_depend_on_its_tree(name, quantize, folder_of, monkeypatch):
     """Every node of a tree, in a batch, has the very logits that it has when its path is decoded token by token."""
     target, _ = both(folder_of, monkeypatch, name, quantize=quantize)

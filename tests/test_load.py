@@ -10,7 +10,7 @@ import torch
 
 import draftwing as dw
 from conftest import CHAT_TEMPLATE, add_tokenizer, build, float64_norms, refused
-from draftwing.errors import DraftwingWarning, UnsupportedError
+from draftwing.errors import UnsupportedError
 from draftwing.models.adapter import AdapterTarget
 from draftwing.models.lean import LeanTarget
 from test_adapter import make
@@ -105,13 +105,16 @@ def test_a_setting_of_a_native_family_that_only_transformers_honours(tmp_path):
             dw.load(tmp_path, "none", device="cpu", **options)
 
 
-def test_a_recurrent_model_is_decoded_without_speculation(tmp_path):
+def test_a_recurrent_model_drafts_only_if_told_to(tmp_path):
+    """Its nodes run one by one, so the default is none."""
     make("mamba").save_pretrained(tmp_path)
     add_tokenizer(tmp_path, 61, [""])
-    with pytest.warns(DraftwingWarning, match=r"linear_attention .*decoded without speculation"):
-        loaded = dw.load(tmp_path, dtype="float64", device="cpu")
+    loaded = dw.load(tmp_path, dtype="float64", device="cpu")
     assert loaded.drafter_name == "none"
-    assert loaded.generate([[3, 4]], max_tokens=3, ignore_eos=True)[0].tau == 1.0
+    text = loaded.generate([[3, 4]], max_tokens=9, ignore_eos=True)[0]
+    assert text.tau == 1.0
+    drafted = dw.load(tmp_path, "lookup", dtype="float64", device="cpu", budget=dw.Budget(3))
+    assert drafted.generate([[3, 4]], max_tokens=9, ignore_eos=True)[0].token_ids == text.token_ids
 
 
 # --- kinds of prompts -------------------------------------------------------------------------------------------------

@@ -252,7 +252,6 @@ FOREIGN = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore::draftwing.errors.DraftwingWarning")  # of recurrent layers
 @pytest.mark.parametrize("architecture", FOREIGN)
 def test_architectures_whose_layers_we_lack(architecture, tmp_path):
     """The target is decoded all the same; its modules are refused by the architecture's name."""

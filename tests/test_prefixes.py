@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import draftwing as dw
-from conftest import SMALL, Recorder
+from conftest import SMALL, Recorder, kernel_size
 from draftwing.decode import Decoder
 from draftwing.engine import Engine
 from draftwing.models.lean import LeanTarget
@@ -235,9 +235,14 @@ def test_positions_that_depend_on_the_prompt_share_nothing(folder_of):
     assert own.stats.num_prefix_hits == 0
 
 
-def test_recorded_forwards_look_into_pages_too(folder_of):
-    target = LeanTarget.from_folder(folder_of("qwen3"), torch.float64)
-    plain = LeanTarget.from_folder(folder_of("qwen3"), torch.float64)
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("qwen3", torch.float64), ("lfm2", torch.float64), ("lfm2", torch.float32)], ids=str
+)
+def test_recorded_forwards_look_into_pages_too(family, dtype, folder_of):
+    """And those of the kernel, which are not recorded; the inputs of convolutions lie in pages too."""
+    changes = kernel_size(family) if dtype == torch.float32 else {}
+    target = LeanTarget.from_folder(folder_of(family, **changes), dtype)
+    plain = LeanTarget.from_folder(folder_of(family, **changes), dtype)
     target.use_graphs(Recorder())
     num_bytes = 12 * Decoder(target, kv_memory=1 << 26, max_batch=1).pages.num_page_bytes
     own = Engine(Decoder(target, kv_memory=num_bytes, max_batch=3), max_batch=3)

@@ -430,6 +430,16 @@ def test_options_that_it_cannot_take_are_refused(name, options, parts, folder_of
         load_drafter(name, target, None, options=options)
 
 
+def test_recurrent_layers_read_no_slots(folder_of):
+    """So they cannot draft from some of them, nor share memory in pages, nor run alone."""
+    target = LeanTarget.from_folder(folder_of("qwen3.5"), torch.float64, name="other")
+    for name in ("self-window", "early-exit"):
+        with refused(UnsupportedError, "other has recurrent layers", "draft"):
+            load_drafter(name, target, None)
+    with refused(UnsupportedError, "other has recurrent layers", "leave kv_memory out"):
+        Decoder(target, kv_memory=1 << 26)
+
+
 @pytest.mark.parametrize("name", ["self-window", "self-snapkv"])
 def test_a_target_of_transformers_cannot_draft_for_itself(name):
     target = AdapterTarget(build("gpt2"), name="other")

@@ -235,6 +235,10 @@ class Decoder:
 
     def _check_pages(self) -> None:
         if not self.target.supports_pages:
+            if isinstance(self.target, LeanTarget):
+                raise UnsupportedError(
+                    f"{self.target.name} has recurrent layers, whose states do not lie in pages: leave kv_memory out"
+                )
             raise UnsupportedError(
                 f"{self.target.name} runs in transformers, which manages its own KV cache: leave kv_memory out, or "
                 f"load it with engine='lean' if the lean decoder supports its family"

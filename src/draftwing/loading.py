@@ -96,7 +96,7 @@ def load(
         draft: an EAGLE head (in any layout) or a smaller causal LM, given like a target;
             ``"lookup"`` or ``"none"``; for long texts ``"self-window"`` or ``"self-snapkv"``; several at once as
             ``"eagle3+lookup"``. None takes the head that comes with Draftwing for this target, otherwise ``"lookup"``,
-            or ``"none"`` for a target with recurrent layers, which cannot roll back drafted tokens.
+            or ``"none"`` for a target that drafts cannot speed up: one with recurrent layers that runs in transformers.
         rule: see ``Decoder``.
         lossless: see ``Decoder``.
         budget: how much to draft in every step; None decides step by step.
@@ -135,7 +135,7 @@ def load(
     tokenizer = Tokenizer(lora if lora is not None and has_tokenizer(lora) else folder)
     if draft is None:
         best = entry.best_head if entry is not None else None
-        draft = best or ("lookup" if loaded.supports_trees else "none")
+        draft = best or ("none" if loaded.runs_nodes_alone or not loaded.supports_trees else "lookup")
     new_drafter = load_drafter(draft, loaded, tokenizer, device=device, options=draft_options)
     return LM(loaded, tokenizer, new_drafter, rule, budget, lossless=lossless)
 
@@ -259,7 +259,7 @@ def check_kv_memory(
         return  # refused for another reason
     dtype = _dtype(model.get("dtype", "float32"), values)
     itemsize = 4 if device.type == "cpu" and dtype.itemsize == 2 else dtype.itemsize
-    page_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize * PAGE
+    page_bytes = 2 * config.num_layers * config.num_slot_heads * config.head_dim * itemsize * PAGE
     check_memory(kv_memory, page_bytes, least_pages(budget or Budget()), device)
 
 

@@ -23,7 +23,7 @@ from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.models.attention import Heads
 
 ACTIVATIONS = {"silu": 2, "gelu": 3, "gelu_pytorch_tanh": 4, "relu2": 5}
-_EMBED, _NORM, _LINEAR, _ATTEND, _COPY = range(5)
+_EMBED, _NORM, _LINEAR, _ATTEND, _COPY, _CONVOLVE = range(6)
 _STORE, _ADD = 0, 1
 _NO_SOURCE = -1
 
@@ -331,7 +331,15 @@ class TracedAttention:
     def __call__(self, layer: int, qkv: Traced, heads: Heads) -> Traced:
         """(R, (heads + 2 * KV heads) * D) -> (R, heads * D)."""
         program, width, traits = qkv.program, heads.num_heads * heads.head_dim, heads.traits
+        if heads.mixer is not None:
+            width = qkv.width // 3
         out = Traced(program, program.scratch(width), width)
+        if heads.mixer is not None:
+            program.add(
+                out.buffer, qkv.settled().buffer, kind=_CONVOLVE, layer=layer, num_in=width, num_out=heads.mixer.size,
+                num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim, weight=heads.mixer.weight.float(),
+            )  # fmt: skip
+            return out
         # Only what is used: an operation's other fields are 0.
         fields: dict[str, Any] = {}
         if heads.q_norm is not None and heads.k_norm is not None:

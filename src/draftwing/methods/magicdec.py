@@ -185,6 +185,11 @@ class SelfDrafter(NetDrafter):
 
     def __init__(self, target: Target, policy: WindowSlots | SnapKVSlots) -> None:
         if not target.supports_views:
+            if target.runs_as != "transformers":
+                raise UnsupportedError(
+                    f"{target.name} has recurrent layers, which read no slots, and cannot draft for itself: choose "
+                    f"draft='lookup'"
+                )
             raise UnsupportedError(
                 f"{target.name} runs in transformers and cannot draft for itself: load it with engine='lean' if its "
                 f"family is supported, or choose draft='lookup'"

@@ -4,8 +4,10 @@ Every row has its own cache. A tree is one forward with a 4D additive mask (eage
 an error) and explicit positions; commit gathers the kept entries. When a model is loaded, a small tree is compared with
 the model's own forward, and once more under a window of three tokens if the model has a window. That finds
 architectures that ignore the mask or the positions. If their cache can be cropped, a tree is run path by path, each as
-a forward of the model's own; the cheapest trees are then chains. If not, they are decoded without speculation, one
-token at a time.
+a forward of the model's own; the cheapest trees are then chains. If not, as with recurrent layers, a tree is walked
+depth first: every node is the forward of one token that baseline decoding would run, from a copy of its parent's state.
+Such drafts save no time, but every draft method works. Models whose state cannot be copied are decoded without
+speculation, one token at a time.
 
 A few decoded tokens are compared with the model's own forward as well, with and without explicit positions, and at
 lengths at which RoPE changes its frequencies (``length_rope``). A model that never matches is refused.
@@ -16,7 +18,9 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +44,8 @@ CACHES = ("cache", "past_key_values", "cache_params", "state")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _CHAIN_LAYER_TYPES = (*_LAYER_TYPES, "chunked_attention")
 _CACHE_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")  # which hold nothing but keys and values
+_GROWING_LAYERS = ("DynamicLayer", "LinearAttentionAndFullAttentionLayer")  # which keep the keys of every token
+_WINDOW_LAYERS = ("DynamicSlidingWindowLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
 _NARROW_WINDOW, _NUM_SIBLINGS = 3, 24
 _NUM_STEPS = 3  # decoded in a check
 _LONGEST_CHECK = 1024  # tokens; windows up to this are checked as they are
@@ -59,6 +65,8 @@ class RowCache:
     num_read: int | None
     last: TargetOutput | None = None  # logits (1, 1, V) and features of the last token, if it cannot be cropped
     tokens: list[int] = field(default_factory=list)  # those in it, if trees are run path by path
+    # nodes of the path that was walked last, from the root on, and the cache after each; ``cache`` is the root's
+    path: list[tuple[int, Any]] = field(default_factory=list)
 
 
 @dataclass
@@ -106,7 +114,7 @@ class AdapterTarget(Target):
         self._rope = length_rope.LengthRope(model)
         self._cache_name, cache = self._native_cache()
         self._rereads = self._drops_cache()
-        self._runs_paths = False
+        self._runs_paths = self.runs_nodes_alone = False
         self.reason = self._choose(cache)
         if self.reason is not None:
             warnings.warn(
@@ -194,7 +202,7 @@ class AdapterTarget(Target):
         whole, since its length decides about its frequencies.
         """
         is_prompt = row.prompt_length == len(row.tokens)
-        return int(self.supports_trees and not (self._rope and is_prompt))
+        return int(self._crops and not (self._rope and is_prompt))
 
     def _read(self, row: Row, stop: int, features: FeatureSpec) -> tuple[RowCache, list[Tensor]]:
         """Read a row's tokens before ``stop`` into a new cache; also returns their features.
@@ -215,7 +223,7 @@ class AdapterTarget(Target):
 
     def _last(self, output: Any, features: FeatureSpec) -> TargetOutput | None:
         """The output for the last token alone, if that token cannot be cropped and read again."""
-        if self.supports_trees:
+        if self._crops:
             return None
         taps = _taps(output, features)
         # A copy: a view would keep the logits of a whole prompt.
@@ -239,7 +247,7 @@ class AdapterTarget(Target):
             state = ctx.caches[index] = self._read(row, length + 1, features)[0]
         if self._runs_paths:
             return self._forward_paths(row, state, tree, index, features)
-        if self.supports_trees:
+        if self._crops:
             _crop(state.cache, length)  # also the entries of a step that failed
             masks = self._masks(tree.ancestors[index], tree.depths[index], length)
             positions = length + tree.depths[index : index + 1]
@@ -251,11 +259,11 @@ class AdapterTarget(Target):
             state = ctx.caches[index] = self._read(row, length + 1, features)[0]
         elif state.num_read == length:
             state.num_read = None
-            output = self._run(tree.tokens[index : index + 1], state.cache, features, length)
+            output = self._run(tree.tokens[index : index + 1, :1], state.cache, features, length)
             state.cache, state.last = getattr(output, self._cache_name), self._last(output, features)
             state.num_read = length + 1
         assert state.last is not None
-        return state.last
+        return state.last if tree.num_nodes == 1 else self._walk(state, length, tree, index, features)
 
     def _forward_paths(
         self, row: Row, state: RowCache, tree: DraftTree, index: int, features: FeatureSpec
@@ -291,6 +299,43 @@ class AdapterTarget(Target):
         assert logits is not None
         return TargetOutput(logits, taps)
 
+    def _walk(self, state: RowCache, length: int, tree: DraftTree, index: int, features: FeatureSpec) -> TargetOutput:
+        """Run a tree node by node, depth first, after its root; keeps the states of one path at a time.
+
+        First children come last, so that the path kept at the end is the most probable one.
+        """
+        root = state.last
+        assert root is not None
+        tokens, parents = tree.tokens[index].tolist(), tree.parents[index].tolist()
+        children: list[list[int]] = [[] for _ in tokens]
+        for node in range(1, len(tokens)):
+            if tokens[node] != PAD:
+                children[parents[node]].append(node)
+        logits = root.logits.new_zeros(1, len(tokens), root.logits.shape[-1])
+        taps = None if root.features is None else root.features.new_zeros(1, len(tokens), root.features.shape[-1])
+
+        def write(node: int, output: TargetOutput) -> None:
+            logits[:, node] = output.logits[:, -1]
+            if taps is not None and output.features is not None:
+                taps[:, node] = output.features[:, -1]
+
+        write(0, root)
+        path, waiting = [(0, state.cache)], list(children[0])
+        while waiting:
+            node = waiting.pop()
+            while path[-1][0] != parents[node]:
+                path.pop()
+            ids = torch.tensor([[tokens[node]]], device=self.device)
+            output = self._run(ids, _copy(path[-1][1]), features, length + len(path))
+            write(node, TargetOutput(output.logits, _taps(output, features)))
+            cache = getattr(output, self._cache_name)
+            for _, above in path:
+                _share(above, cache)
+            path.append((node, cache))
+            waiting += children[node]
+        state.path = path
+        return TargetOutput(logits, taps)
+
     @torch.no_grad()
     def score(self, ids: Tensor, features: FeatureSpec = NO_FEATURES) -> TargetOutput:
         output = self._run(ids, self._new_cache(), features)
@@ -303,10 +348,26 @@ class AdapterTarget(Target):
         if tree.num_nodes == 1 or self._runs_paths:  # the next step crops
             return
         for row, (length, path) in enumerate(zip(ctx.lengths, accepted.path.tolist(), strict=True)):
-            kept = [length + node for node in path if node != PAD]
-            slots = ctx.tensor([*range(length), *kept])
+            nodes = [node for node in path if node != PAD]
+            if self.runs_nodes_alone:
+                self._keep(ctx.caches[row], length, nodes, tree.tokens[row : row + 1])
+                continue
+            slots = ctx.tensor([*range(length), *(length + node for node in nodes)])
             for layer in ctx.caches[row].cache.layers:
                 layer.keys, layer.values = layer.keys.index_select(2, slots), layer.values.index_select(2, slots)
+
+    def _keep(self, state: RowCache, length: int, nodes: list[int], tokens: Tensor) -> None:
+        """Take the state after the accepted nodes, reading those again that were not walked last."""
+        shared = 0
+        for node, (walked, cache) in zip(nodes, state.path, strict=False):
+            if node != walked:
+                break
+            state.cache, shared = cache, shared + 1
+        state.path, state.last, state.num_read = [], None, None
+        for depth, node in enumerate(nodes[shared:], shared):
+            output = self._run(tokens[:, node : node + 1], state.cache, start=length + depth)
+            state.cache = getattr(output, self._cache_name)
+        state.num_read = length + len(nodes)
 
     def remove(self, ctx: Context, row: int) -> None:
         ctx = own_context(ctx, AdapterContext)
@@ -319,7 +380,7 @@ class AdapterTarget(Target):
 
     def _new_cache(self) -> Any:
         """A cache that keeps every position of every layer; None lets a recurrent model make its own."""
-        if not self.supports_trees:
+        if not self._crops:
             return None
         from transformers import DynamicCache, EncoderDecoderCache
 
@@ -394,9 +455,9 @@ class AdapterTarget(Target):
 
     def _choose(self, cache: Any) -> str | None:
         """Choose how to decode so that logits are the model's own; return why trees are not supported, or None."""
-        self._positioned = self.supports_trees = True
+        self._positioned = self.supports_trees = self._crops = True
         self._has_two_caches = False
-        with self._rope.limited_to(_FAR):
+        with self._rope.limited_to(_FAR), _without_step_limits(self.model):
             reason = self._why_no_trees(cache)
             if reason is None and self._decoding_error() > self._tolerance:
                 reason = "its cached keys cannot be rolled back"
@@ -405,16 +466,20 @@ class AdapterTarget(Target):
             self._runs_paths, self._has_two_caches = True, hasattr(cache, "self_attention_cache")
             if self._can_crop(cache) and any(self._runs_paths_exactly() for self._positioned in (True, False)):
                 return None
-            self._runs_paths = self._has_two_caches = False
-            self.supports_trees, errors = False, dict[bool, float]()
+            self._runs_paths = self._has_two_caches = self._crops = self.supports_trees = False
+            errors = dict[bool, float]()
             for self._positioned in (True, False):
                 errors[self._positioned] = self._decoding_error()
                 if errors[self._positioned] <= self._tolerance:
-                    return reason
-        self._positioned = min(errors, key=lambda positioned: errors[positioned])
-        is_rounded = self.dtype in _TOLERANCES or getattr(self.model, "is_quantized", False)
-        if is_rounded and errors[self._positioned] <= _MAX_ROUNDING:
-            return reason
+                    break
+            self._positioned = min(errors, key=lambda positioned: errors[positioned])
+            is_rounded = self.dtype in _TOLERANCES or getattr(self.model, "is_quantized", False)
+            if errors[self._positioned] <= (_MAX_ROUNDING if is_rounded else self._tolerance):
+                self.supports_trees = self.runs_nodes_alone = True
+                if self._walks_exactly():
+                    return None
+                self.supports_trees = self.runs_nodes_alone = False
+                return reason
         raise UnsupportedError(
             f"{self.name}: decoded one token at a time, it does not have the logits of a forward over the whole "
             f"text, so no decoding would be exact (is it an encoder, or does it need further inputs?): choose another "
@@ -441,15 +506,9 @@ class AdapterTarget(Target):
 
     @torch.inference_mode()
     def _error_of_steps(self, num_prompt: int, num_steps: int) -> float:
-        ids, ctx, errors = self._tokens(num_prompt + num_steps), self.new_context(), list[float]()
-        self.prefill(ctx, ids[:num_prompt])
-        row = ctx.rows[0]
-        for length in range(num_prompt, num_prompt + num_steps):
-            logits = self.forward(ctx, ctx.roots()).logits[0, -1]
-            errors.append(self._error(logits, ids[:length]))
-            row.tokens.append(ids[length])
-            row.length += 1
-        return max(errors)
+        ids = self._tokens(num_prompt + num_steps - 1)
+        steps = enumerate(self._steps(ids, num_prompt), num_prompt)
+        return max([self._error(logits, ids[:length]) for length, logits in steps])
 
     def _error(self, logits: Tensor, ids: Sequence[int]) -> float:
         """The largest deviation from the logits after ``ids`` in the model's own forward, relative to the largest."""
@@ -548,6 +607,38 @@ class AdapterTarget(Target):
         return max(errors) <= self._tolerance
 
     @torch.inference_mode()
+    def _walks_exactly(self) -> bool:
+        """True if a tree that is walked has the bits of tokens decoded one by one, and so has the step after it."""
+        ids = self._tokens(6)
+        prompt, (one, two, three) = ids[:3], ids[3:]
+        texts = [[*prompt, one, two], [*prompt, three], [*prompt, one, three, two]]
+        try:
+            plain = [self._steps(text, len(prompt)) for text in texts]
+            ctx = self.new_context()
+            self.prefill(ctx, prompt)
+            tree = DraftTree.from_lists([[prompt[-1], one, two, three]], [[-1, 0, 1, 0]], self.device)
+            nodes = self.forward(ctx, tree).logits[0]
+            accepted = ctx.tensor([1])
+            self.commit(ctx, tree, Accepted(ctx.tensor([[0, 1]]), accepted, accepted))
+            row = ctx.rows[0]
+            row.tokens, row.length = texts[2], len(prompt) + 1
+            after = self.forward(ctx, DraftTree.chain(ctx.tensor([[three, two]]))).logits[0]
+        except Exception:  # an unknown model may raise anything
+            return False
+        expected = [*plain[0], plain[1][1], *plain[2][2:]]
+        return torch.equal(torch.cat([nodes, after]), torch.stack(expected))
+
+    def _steps(self, ids: Sequence[int], num_prompt: int) -> list[Tensor]:
+        """The logits (V,) after the last token of a prompt, and after each further token decoded alone."""
+        ctx, found = self.new_context(), list[Tensor]()
+        self.prefill(ctx, ids[:num_prompt])
+        row = ctx.rows[0]
+        for length in range(num_prompt, len(ids) + 1):
+            row.tokens, row.length = list(ids[:length]), length - 1
+            found.append(self.forward(ctx, ctx.roots()).logits[0, -1])
+        return found
+
+    @torch.inference_mode()
     def is_tree_exact(self) -> bool:
         """True if the nodes of a tree have the logits of their paths in the model's own forward.
 
@@ -569,6 +660,38 @@ def _layers(cache: Any) -> Sequence[Any]:
     """Return the layers of a cache; of an encoder-decoder's, those of the decoder's own tokens."""
     layers: Sequence[Any] = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
     return layers
+
+
+@contextmanager
+def _without_step_limits(model: Any) -> Iterator[None]:
+    """Lift the least time step of Mamba 2 layers: forwards of several tokens apply it, and those of one do not."""
+    name = "time_step_limit"
+    limits = [(module, getattr(module, name)) for module in model.modules() if hasattr(module, name)]
+    try:
+        for module, limit in limits:
+            setattr(module, name, (0.0, limit[1]))
+        yield
+    finally:
+        for module, limit in limits:
+            setattr(module, name, limit)
+
+
+def _copy(cache: Any) -> Any:
+    """Return a cache that the next forward may change without changing this one.
+
+    Keys and values are shared: layers never write to them, they replace them.
+    """
+    layers = [x for x in _layers(cache) if type(x).__name__ in _GROWING_LAYERS + _WINDOW_LAYERS]
+    states = [states for layer in layers for states in (layer.keys, layer.values)]
+    return deepcopy(cache, {id(tensor): tensor for tensor in states})
+
+
+def _share(above: Any, cache: Any) -> None:
+    """Let a cache hold the keys and values of its tokens as views of those of a cache that continues it."""
+    for layer, longer in zip(_layers(above), _layers(cache), strict=True):
+        if type(layer).__name__ in _GROWING_LAYERS and layer.keys is not None:
+            length = layer.keys.shape[2]
+            layer.keys, layer.values = longer.keys[:, :, :length], longer.values[:, :, :length]
 
 
 def _crop(cache: Any, length: int) -> None:

@@ -19,8 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from draftwing.models import gpu
 from draftwing.models.cache import KEY_BLOCK, KVCache, View, round_up
+from draftwing.models.recurrent import GatedDelta, RecurrentStates
 from draftwing.torch_utils import on_device
-from draftwing.tree import DraftTree
+from draftwing.tree import PAD, DraftTree
 
 # Queries are padded to multiples of this and keys to KEY_BLOCK, so that a row's bits on a CPU do not depend on others.
 QUERY_BLOCK = 8
@@ -63,6 +64,7 @@ class Heads(Protocol):
     q_norm: Any
     k_norm: Any
     traits: HeadTraits
+    mixer: Any  # a ``layers.ShortConvolution`` or ``recurrent.GatedDelta`` instead of heads, or None
 
 
 class Attend(Protocol):
@@ -157,6 +159,9 @@ class Attention(ABC):
     def __call__(self, layer: int, qkv: Tensor, heads: Heads) -> Tensor:
         num_heads, num_kv_heads = heads.num_heads, heads.num_kv_heads
         real = self.cis.shape[0]
+        if heads.mixer is not None:
+            mixed: Tensor = heads.mixer.mix(layer, qkv[:real], self)
+            return F.pad(mixed, (0, 0, 0, len(qkv) - real))
         qk, v = _split(qkv[:real].view(real, -1, heads.head_dim), (num_heads + num_kv_heads, num_kv_heads), 1)
         traits, cis, normed = heads.traits, self.cis, heads.q_norm is not None and heads.k_norm is not None
         if traits.rotation is not None:
@@ -174,6 +179,14 @@ class Attention(ABC):
     @abstractmethod
     def mix(self, layer: int, traits: HeadTraits, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(R, K, D) each, k and v with the KV heads alone -> (R, heads * D)."""
+
+    def before(self, layer: int, inputs: Tensor, count: int) -> Tensor:
+        """The inputs (R, count, H) of a convolution at the tokens before each row, the oldest first; zeros without."""
+        raise NotImplementedError  # only language models have convolutions
+
+    def recur(self, layer: int, rows: Tensor, delta: GatedDelta) -> Tensor:
+        """The result of a recurrent layer for its matrix's rows (R, width): see ``GatedDelta.mix``."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -198,13 +211,25 @@ class TreeSlots:
         nodes = torch.arange(self.first_node, self.tree.num_nodes, device=self.lengths_B.device)
         return self.lengths_B[:, None] + nodes
 
+    def place(self, slots: Tensor, *, writes: bool = False) -> tuple[Tensor, Tensor]:
+        """The positions of slots (B, M) as indices of the third and the fifth dimension of the cache's ``data``."""
+        rows = self.rows
+        if rows is None:
+            rows = torch.arange(self.first_row, self.first_row + len(slots), device=slots.device)
+        into, at = self.cache.place(rows[:, None], slots)
+        if writes and self.cache.table is not None:
+            # The first page stays zeros: rows read it past their own pages. Padding rows write into the last page.
+            at = torch.where(at < KEY_BLOCK, at + self.cache.data.shape[4] - KEY_BLOCK, at)
+        return into, at
+
 
 class SlotAttention(Attention):
     """Attention over KV slots ``where`` the trees are: an ``Attend`` for one forward.
 
     Its result has ``num_rows_out`` rows, more than B * N if the caller padded. ``windows`` are each layer's sliding
     window, or None. Layers marked in ``causal`` see no later position; others do if a tree's ``paths`` let nodes see
-    each other, as in a block. Empty: none is marked.
+    each other, as in a block. Empty: none is marked. ``heads`` are the numbers of query heads and of KV heads, of which
+    slots may have more (``ModelConfig.num_slot_heads``).
     """
 
     def __init__(
@@ -212,12 +237,15 @@ class SlotAttention(Attention):
         cis: Tensor,
         where: TreeSlots,
         windows: Sequence[int | None],
-        num_heads: int,
+        heads: tuple[int, int],
         num_rows_out: int,
         causal: Sequence[bool] = (),
     ) -> None:
         super().__init__(cis)
-        _, _, _, kv_heads, _, dim = where.cache.data.shape
+        num_heads, kv_heads = heads
+        dim = where.cache.data.shape[5]
+        self._where, self._before = where, dict[int, Tensor]()
+        self._trees: list[tuple[list[int], list[int]]] | None = None  # parents and used nodes of each row
         self._windows, self._scale, self._rows_out = windows, dim**-0.5, num_rows_out
         self._causal = causal or [False] * len(windows)
         nodes = where.tree.num_nodes - where.first_node
@@ -227,6 +255,46 @@ class SlotAttention(Attention):
     @abstractmethod
     def _prepare(self, where: TreeSlots) -> None:
         """Compute the masks and indices of all layers."""
+
+    def before(self, layer: int, inputs: Tensor, count: int) -> Tensor:
+        """See ``Attention.before``. Writes the inputs of each node into its slot, and gathers its ancestors'."""
+        where, (rows, nodes) = self._where, self._shape[:2]
+        data = where.cache.data[layer]
+        if where.watched is None:
+            into, at = where.place(where.fresh, writes=True)
+            _, _, heads, _, dim = data.shape
+            padded = F.pad(inputs, (0, 2 * heads * dim - inputs.shape[1]))
+            data[:, into, :, at] = padded.view(rows, nodes, 2, heads, dim)
+        if count not in self._before:
+            self._before[count] = self._slots_before(where, count)
+        slots = self._before[count]
+        into, at = where.place(slots.clamp(min=0).flatten(1))
+        found = data[:, into, :, at].view(rows * nodes, count, -1)[..., : inputs.shape[1]]
+        return torch.where(
+            (slots >= 0).view(-1, count, 1), found, torch.zeros((), dtype=found.dtype, device=found.device)
+        )
+
+    def recur(self, layer: int, rows: Tensor, delta: GatedDelta) -> Tensor:
+        where = self._where
+        if self._trees is None:
+            tokens, parents = where.tree.tokens.tolist(), where.tree.parents.tolist()
+            used = [[node for node, token in enumerate(row) if token != PAD] for row in tokens]
+            self._trees = list(zip(parents, used, strict=True))
+        states, rows = where.cache.states, rows.view(len(self._trees), -1, rows.shape[1])
+        first, mixed = where.first_row, list[Tensor]()
+        for row, tree in enumerate(self._trees):
+            mixed.append(states.forward(first + row, layer, rows[row], delta, *tree))
+        return torch.cat(mixed)
+
+    def _slots_before(self, where: TreeSlots, count: int) -> Tensor:
+        """(B, N, count) slots of the tokens before each node that is run, the oldest first; negative without."""
+        parents = where.tree.parents
+        node = torch.arange(where.first_node, where.tree.num_nodes, device=parents.device).expand(len(parents), -1)
+        found: list[Tensor] = []
+        for _ in range(count):  # -1 is the last committed token, -2 the one before
+            node = torch.where(node >= 0, parents.gather(1, node.clamp(min=0)), node - 1)
+            found.insert(0, node)
+        return where.lengths_B[:, None, None] + torch.stack(found, 2)
 
 
 class TreeAttention(SlotAttention):
@@ -253,7 +321,7 @@ class TreeAttention(SlotAttention):
     def _locate(self, where: TreeSlots, width: int) -> None:
         """Make views of the rows' slots and of the nodes' slots."""
         cache, lengths, rows = where.cache, where.lengths, where.tree.num_rows
-        kv = cache.data[:, :, where.first_row : where.first_row + rows]
+        kv = cache.data[:, :, where.first_row : where.first_row + rows, : self._shape[2]]
         self._keys = [keys[:, :, :width] for keys in kv[:, 0]]
         self._values = [values[:, :, :width] for values in kv[:, 1]]
         # Rows of one length share a contiguous range of slots, which is far cheaper to write than an index.
@@ -351,13 +419,9 @@ class PagedTreeAttention(TreeAttention):
     """``TreeAttention`` over paged slots (``models.paged``), which are gathered layer by layer."""
 
     def _locate(self, where: TreeSlots, width: int) -> None:
-        self._data = where.cache.data
-        rows = torch.arange(where.first_row, where.first_row + where.tree.num_rows, device=where.lengths_B.device)
-        seen = torch.arange(width, device=rows.device).expand(len(rows), -1)
-        self._seen = where.cache.place(rows[:, None], seen)[1]
-        fresh = where.cache.place(rows[:, None], where.fresh)[1]
-        # The first page stays zeros: rows read it past their own pages. Padding rows write into the last page.
-        self._fresh = torch.where(fresh < KEY_BLOCK, fresh + self._data.shape[4] - KEY_BLOCK, fresh)
+        self._data = where.cache.data[:, :, :, : self._shape[2]]
+        seen = torch.arange(width, device=where.lengths_B.device).expand(where.tree.num_rows, -1)
+        self._seen, self._fresh = where.place(seen)[1], where.place(where.fresh, writes=True)[1]
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         data = self._data[layer, :, 0]
@@ -394,6 +458,16 @@ class CausalAttention(Attention):
             )
         return mixed.transpose(1, 2).reshape(self._rows * self._length, -1)
 
+    def before(self, layer: int, inputs: Tensor, count: int) -> Tensor:
+        padded = F.pad(inputs.view(self._rows, self._length, -1), (0, 0, count, 0))
+        shifted = [padded[:, i : i + self._length] for i in range(count)]
+        return torch.stack(shifted, 2).flatten(0, 1)
+
+    def recur(self, layer: int, rows: Tensor, delta: GatedDelta) -> Tensor:
+        chain = range(-1, self._length - 1), range(self._length)
+        texts = rows.view(self._rows, self._length, -1)
+        return torch.cat([RecurrentStates().forward(0, layer, text, delta, *chain) for text in texts])
+
     def _mask(self, window: int | None, device: torch.device, *, always: bool = False) -> Tensor | None:
         """(T, T) True for visible tokens; None if all earlier ones are, unless ``always``."""
         if window is None or (window >= self._length and not always):
@@ -429,7 +503,7 @@ class ViewAttention(SlotAttention):
     def mix(self, layer: int, traits: HeadTraits, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(R, heads, D) each -> (padded R, num_heads * D)."""
         rows, nodes, kv_heads, groups, dim = self._shape
-        keys, values = self._cache.data[layer].unbind(0)
+        keys, values = self._cache.data[layer, :, :, :kv_heads].unbind(0)
         row, fresh = self._cache.place(self._row, self._places[:, self._first :])
         keys[row, :, fresh], values[row, :, fresh] = (x.view(rows, nodes, kv_heads, dim) for x in (k, v))
         seen = self._slots[:, layer if self._slots.shape[1] > 1 else 0]
@@ -471,7 +545,8 @@ class WatchAttention(SlotAttention):
         assert where.watched is not None
         self._watched, self._start, nodes = where.watched, where.watched.shape[2], where.tree.num_nodes
         slots = torch.arange(self._start + nodes, device=where.cache.data.device)
-        self._kv, self._at = where.cache.data, where.cache.place(torch.full_like(slots, where.first_row), slots)
+        self._kv = where.cache.data[:, :, :, : self._shape[2]]
+        self._at = where.cache.place(torch.full_like(slots, where.first_row), slots)
         self._back = (slots[self._start :, None] - slots).repeat_interleave(self._shape[3], dim=0)
 
     def mix(self, layer: int, traits: HeadTraits, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

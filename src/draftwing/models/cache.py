@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftwing.models.recurrent import RecurrentStates
 from draftwing.torch_utils import clear, put
 from draftwing.tree import PAD
 
@@ -50,6 +51,7 @@ class KVCache:
         self._shape = (num_layers, 2, num_kv_heads, head_dim)
         self.table: Any = None  # a ``paged.PageTable`` if slots lie in pages
         self.data = torch.zeros(num_layers, 2, 0, num_kv_heads, 0, head_dim, dtype=dtype, device=device)
+        self.states = RecurrentStates()  # in recurrent layers
         self._written: set[int] = set()  # rows that have been used
 
     @property
@@ -86,13 +88,17 @@ class KVCache:
 
     def clear(self, row: int) -> None:
         """Zero a row's slots: an earlier request may have left NaN, which no mask removes (0 * NaN is NaN)."""
+        self.states.clear(row)
         if row in self._written or self.data.device.type != "cpu":
             clear(self.data[:, :, row])
         self._written.add(row)
 
     def move_row(self, source: int, target: int) -> None:
         """Copy one row over another, which keeps the batch dense when a row leaves."""
-        if source != target:
+        if source == target:
+            self.states.clear(target)
+        else:
+            self.states.move(source, target)
             put(self.data[:, :, target], self.data[:, :, source])
 
     def commit(self, lengths: Tensor, path: Tensor) -> None:

@@ -323,6 +323,31 @@ class LatentConfig:
 
 
 @dataclass(frozen=True)
+class DeltaConfig:
+    """Sizes of the gated delta rule (``models.recurrent``)."""
+
+    num_key_heads: int
+    num_value_heads: int
+    # key_dim, value_dim: widths of a head
+    key_dim: int
+    value_dim: int
+    conv_size: int  # tokens that the convolution of queries, keys and values reads
+
+    @property
+    def keys_width(self) -> int:
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def values_width(self) -> int:
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def conv_width(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.keys_width + self.values_width
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The shape of a decoder: a family's traits (``models.families``) with the values of one model."""
 
@@ -356,6 +381,12 @@ class ModelConfig:
     score_cap: float = 0.0  # scores are capped to cap * tanh(score / cap); 0: not
     local_rope: RopeConfig | None = None  # for layers with a window, if theirs differs
     rotates: tuple[bool, ...] = ()  # for each layer, False if it has no position embeddings
+    # for each layer, True if it has a short convolution over ``conv_size`` tokens instead of attention
+    convolves: tuple[bool, ...] = ()
+    conv_size: int = 0
+    # for each layer, True if it has the gated delta rule ``delta`` instead of attention
+    recurs: tuple[bool, ...] = ()
+    delta: DeltaConfig | None = None
     # A query at position p is multiplied by 1 + beta * log(1 + floor(p / length)): (beta, length), or None
     query_scale: tuple[float, int] | None = None
     # embedding_scale, residual_scale, logit_scale: factors of embeddings, of what a layer adds, and of logits
@@ -367,6 +398,17 @@ class ModelConfig:
     @property
     def family(self) -> Family:
         return FAMILIES[self.model_type]
+
+    @property
+    def runs_dense(self) -> bool:
+        """True if a forward knows what it computes before it runs: no experts, and no states that are walked."""
+        return self.moe is None and self.delta is None
+
+    @property
+    def num_slot_heads(self) -> int:
+        """KV heads of a slot, whose keys and values also hold the inputs of a convolution."""
+        width = self.hidden_size if any(self.convolves) else 0
+        return max(self.num_kv_heads, -(-width // (2 * self.head_dim)))
 
     @property
     def context_length(self) -> int:
@@ -414,7 +456,7 @@ class ModelConfig:
             model_type=model_type,
             vocab_size=read.integer("vocab_size"),
             hidden_size=hidden,
-            intermediate_size=read.integer("intermediate_size"),
+            intermediate_size=_intermediate_size(read, family),
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
@@ -422,7 +464,9 @@ class ModelConfig:
             rms_norm_eps=read.number(family.eps.name, family.eps.default, minimum=0),
             activation=_ACTIVATIONS[activation],
             max_position_embeddings=max_positions,
-            tie_word_embeddings=read.flag("tie_word_embeddings", family.is_tied),
+            tie_word_embeddings=read.flag(
+                _newest(read, family, "tie_embedding", "tie_word_embeddings"), family.is_tied
+            ),
             qkv_bias=read.setting(family.qkv_bias),
             o_bias=read.setting(family.o_bias),
             mlp_bias=read.setting(family.mlp_bias),
@@ -439,6 +483,10 @@ class ModelConfig:
             score_cap=read.setting(family.score_cap) or 0.0,
             local_rope=local_rope,
             rotates=_rotates(read, family, windows),
+            convolves=_convolves(read, family, layers),
+            recurs=_recurs(read, family, layers),
+            delta=None if family.delta is None else _delta(read),
+            conv_size=read.setting(family.conv_size) or 0,
             query_scale=_query_scale(read, family),
             embedding_scale=1.0 if embedding_scale is None else embedding_scale,
             residual_scale=read.setting(family.residual_scale or 1.0),
@@ -478,6 +526,46 @@ def _refuse(read: ConfigReader, family: Family) -> None:
         raise read.unsupported("`quantization_config` is set: the weights are quantised.")
     if found := first_refused(family.refused, read.config):
         raise read.unsupported(f"`{found[0]}` {shown(found[1])} is not supported by the lean decoder.")
+
+
+def _newest(read: ConfigReader, family: Family, first: str, key: str) -> str:
+    """The name of a setting that LFM2's first configs, which take precedence, call otherwise."""
+    return first if family.is_rounded_up and first in read.config else key
+
+
+def _intermediate_size(read: ConfigReader, family: Family) -> int:
+    size = read.integer(_newest(read, family, "block_ff_dim", "intermediate_size"))
+    if not family.is_rounded_up or not read.flag("block_auto_adjust_ff_dim", True):
+        return size
+    size, multiple = int(2 * size / 3), read.integer("block_multiple_of", 256)
+    return -(-int(read.number("block_ffn_dim_multiplier", 1.0, minimum=0) * size) // multiple) * multiple
+
+
+def _convolves(read: ConfigReader, family: Family, layers: int) -> tuple[bool, ...]:
+    """For each layer, True if it has a short convolution instead of attention."""
+    if family.conv_size is None:
+        return (False,) * layers
+    kinds, attends = read.items("layer_types", str), read.items("full_attn_idxs", int)
+    if kinds:  # ``_windows`` checks their number
+        return tuple(kind == "conv" for kind in kinds)
+    return tuple(bool(attends) and layer not in attends for layer in range(layers))
+
+
+def _recurs(read: ConfigReader, family: Family, layers: int) -> tuple[bool, ...]:
+    """For each layer, True if it has the gated delta rule instead of attention."""
+    kinds = read.items("layer_types", str)
+    if family.delta is None or kinds:
+        return tuple(kind == "linear_attention" for kind in kinds) or (False,) * layers
+    every = read.integer("full_attention_interval", 4)
+    return tuple((layer + 1) % every != 0 for layer in range(layers))
+
+
+def _delta(read: ConfigReader) -> DeltaConfig:
+    keys, values = read.integer("linear_num_key_heads", 16), read.integer("linear_num_value_heads", 32)
+    if values % keys:
+        raise read.error(f"`linear_num_value_heads` {values} is not divisible by `linear_num_key_heads` {keys}.")
+    dims = read.integer("linear_key_head_dim", 128), read.integer("linear_value_head_dim", 128)
+    return DeltaConfig(keys, values, *dims, read.integer("linear_conv_kernel_dim", 4))
 
 
 def _eos_ids(read: ConfigReader, family: Family) -> tuple[int, ...]:
@@ -560,7 +648,8 @@ def _windows(read: ConfigReader, family: Family, layers: int) -> tuple[int | Non
             f"Correct it, or {_DOWNLOAD}"
         )
     for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
+        others = {"conv": family.conv_size, "linear_attention": family.delta}
+        if kind not in ("full_attention", "sliding_attention") and others.get(kind) is None:
             raise read.unsupported(
                 f'`layer_types` has "{kind}", which the lean decoder lacks; expected full_ or sliding_attention.'
             )

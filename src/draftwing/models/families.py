@@ -35,6 +35,7 @@ class LayerNames:
     sinks: str | None = None  # a further score of each head
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # without gates: the first matrix
     down: str = "mlp.down_proj"
+    final_norm: str = "model.norm"  # not of a layer, so the whole name
 
     def modules(self) -> dict[str, list[str]]:
         """The names by module of a ``DecoderLayer``."""
@@ -130,6 +131,13 @@ class Family:
     windows: Literal["never", "always", "switch", "layer", "alternate", "unrotated", "pattern"] = "never"
     pattern: int | Key = 0  # n of "pattern"; 0: all layers
 
+    # the length of the short convolutions that replace attention in layers that "layer_types" calls conv (LFM2)
+    conv_size: Key | None = None
+    # Layers that "layer_types" calls linear_attention, by default all but every n-th ("full_attention_interval"), have
+    # the gated delta rule instead of attention: with a matrix for each input (split), or two for all, ordered by key
+    # head (fused). The other layers gate what attention returns.
+    delta: Literal["split", "fused"] | None = None
+
     # rotary position embeddings
     theta: float = 10000.0
     partial: float | None = None  # default of ``partial_rotary_factor``; None if the family has no such setting
@@ -145,6 +153,7 @@ class Family:
     activation: Key = Key("hidden_act", "silu")
     mlp_bias: bool | Key = False
     is_gated: bool = True
+    is_rounded_up: bool = False  # "intermediate_size" is that of an MLP without gates, and rounded up (LFM2)
     experts: ExpertTraits | None = None
 
     # factors: of embeddings (``hidden_size`` ** .5 if it is "root"), of what a layer adds, and of logits
@@ -163,8 +172,8 @@ class Family:
         plain = replace(
             self, names=replace(LayerNames(), qkv=self.names.qkv, gate_up=self.names.gate_up),
             norm="rms", norm_offset=0.0, scale=None, is_latent=False, score_cap=None, is_interleaved=False, rope={},
-            rotates="all", local_theta=None, is_gated=True, embedding_scale=None, residual_scale=None,
-            qk_norm="head" if self.qk_norm == "head" else "none",
+            conv_size=None, delta=None, rotates="all", local_theta=None, is_gated=True, embedding_scale=None,
+            residual_scale=None, qk_norm="head" if self.qk_norm == "head" else "none",
         )  # fmt: skip
         return self == plain
 
@@ -236,6 +245,15 @@ _COHERE: dict[str, Any] = {
     "is_interleaved": True,
     "logit_scale": Key("logit_scale", 0.0625),
     "names": PARALLEL,
+}
+
+_QWEN_DELTA: dict[str, Any] = {
+    "head_dim": 256,
+    "norm_offset": 1.0,
+    "partial": 0.25,
+    "qkv_bias": _BIAS,
+    "o_bias": _BIAS,
+    "qk_norm": "head",
 }
 
 FAMILIES: Final[dict[str, Family]] = {
@@ -397,6 +415,24 @@ FAMILIES: Final[dict[str, Family]] = {
     "arcee": Family(
         "ArceeForCausalLM", 4096, eps=_EPS5, bos=128000, eos=128001, qkv_bias=_BIAS, o_bias=_BIAS, mlp_bias=_MLP_BIAS,
         is_gated=False, activation=Key("hidden_act", "relu2"), names=LayerNames(gate_up=("mlp.up_proj",)),
+    ),
+    "lfm2": Family(
+        "Lfm2ForCausalLM", 128000, kv_heads=8, eps=Key("norm_eps", 1e-5), bos=1, eos=2, pad=0, is_tied=True, theta=1e6,
+        qk_norm="head", conv_size=Key("conv_L_cache", 3), is_rounded_up=True, refused={"conv_bias": (False,)},
+        names=LayerNames(
+            out="self_attn.out_proj", attention_in="operator_norm", mlp_in="ffn_norm", q_norm="self_attn.q_layernorm",
+            k_norm="self_attn.k_layernorm", gate_up=("feed_forward.w1", "feed_forward.w3"), down="feed_forward.w2",
+            final_norm="model.embedding_norm",
+        ),
+    ),
+    "qwen3_5_text": Family("Qwen3_5ForCausalLM", 32768, kv_heads=4, delta="split", **_QWEN_DELTA),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM", 32768, kv_heads=2, delta="fused", **_QWEN_DELTA,
+        experts=ExpertTraits(
+            512, 10, has_dense_layers=True, size=Key("moe_intermediate_size", 512), shared="mlp.shared_expert",
+            shared_size=Key("shared_expert_intermediate_size", 512), shared_gate="mlp.shared_expert_gate",
+            normalise=Key("norm_topk_prob", True),
+        ),
     ),
 }  # fmt: skip
 

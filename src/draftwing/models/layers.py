@@ -24,6 +24,7 @@ from draftwing.cpu.program import Traced, join
 from draftwing.models import gpu
 from draftwing.models.attention import PLAIN_HEADS, Attend, HeadTraits
 from draftwing.models.linear import Linear
+from draftwing.models.recurrent import GatedDelta
 
 # The operators without their Python wrappers, which cost more than the work on a handful of rows.
 _split = torch.split_with_sizes
@@ -328,8 +329,31 @@ class LatentProjection(nn.Module):
         return torch.cat([q, keys.flatten(1), values.flatten(1)], 1)
 
 
+class ShortConvolution(nn.Module):
+    """C * sum of w_i * (B * x)_i over the last tokens, channel by channel; B, C and x are columns of one matrix (LFM2).
+
+    Args:
+        weight: (size, H), of the oldest token first.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=weight.requires_grad)
+        self.size = weight.shape[0]
+
+    def mix(self, layer: int, rows: Tensor, attend: Any) -> Tensor:
+        """(R, 3 * H) -> (R, H)."""
+        b, gates, x = rows.chunk(3, 1)
+        inputs = b * x
+        before = attend.before(layer, inputs, self.size - 1)
+        out = inputs * self.weight[-1]
+        for i in range(self.size - 2, -1, -1):
+            out = out + before[:, i] * self.weight[i]
+        return out * gates
+
+
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each added to the residual stream.
+    """Attention or another mixer, and MLP, each added to the residual stream.
 
     Args:
         input_norm: before attention, or None (EAGLE-1; OLMo 2).
@@ -341,6 +365,8 @@ class DecoderLayer(nn.Module):
         traits: differences of the heads from Llama's.
         value_width: of a head's values, if smaller than that of queries and keys.
         is_parallel: attention and MLP read the same norm, and both are added (Cohere).
+        mixer: instead of attention, of the columns of ``qkv``.
+        is_gated: further columns of ``qkv``, one for each of attention, are gates of what it returns.
     """
 
     def __init__(
@@ -357,9 +383,12 @@ class DecoderLayer(nn.Module):
         traits: HeadTraits = PLAIN_HEADS,
         is_parallel: bool = False,
         value_width: int | None = None,
+        mixer: ShortConvolution | GatedDelta | None = None,
+        is_gated: bool = False,
     ) -> None:
         super().__init__()
         self.input_norm, self.post_norm = input_norm, post_norm
+        self.mixer, self.is_gated = mixer, is_gated
         self.out_norm, self.mlp_out_norm = out_norms
         self.qkv, self.out, self.mlp = qkv, out, mlp
         self.num_heads, self.num_kv_heads, self.head_dim = heads
@@ -407,7 +436,12 @@ class DecoderLayer(nn.Module):
 
     def _mixed(self, normed: Any, attend: Attend, layer: int) -> Any:
         """The values that each head attends to (R, heads * value width)."""
-        mixed = attend(layer, self._project(normed), self)
+        rows = self._project(normed)
+        if self.is_gated:
+            width = self.num_heads * self.head_dim
+            mixed = attend(layer, rows[:, :-width], self)
+            return mixed * rows[: len(mixed), -width:].sigmoid()
+        mixed = attend(layer, rows, self)
         if self.value_width is None:
             return mixed
         return mixed.view(len(mixed), self.num_heads, -1)[..., : self.value_width].flatten(1)

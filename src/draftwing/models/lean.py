@@ -43,12 +43,14 @@ from draftwing.models.layers import (
     RMSNorm,
     Routing,
     SharedExpert,
+    ShortConvolution,
     Taps,
     scaled,
     settled,
 )
 from draftwing.models.linear import Embedding, Layout, Linear, check_arithmetic, check_quantize, runs_as
 from draftwing.models.lora import LoraWeights
+from draftwing.models.recurrent import GatedDelta
 from draftwing.models.rope import LayeredRotary, Rotary
 from draftwing.models.target import Target
 from draftwing.models.weights import Stored, Weights, check_finite, expand_mxfp4
@@ -59,7 +61,7 @@ from draftwing.runtime.graphs import GraphRuntime, Record
 from draftwing.runtime.tree_builder import Drafted, DraftRequest, VerifyRequest
 from draftwing.sampling import SamplingBatch
 from draftwing.torch_utils import inference
-from draftwing.tree import Accepted, DraftTree
+from draftwing.tree import PAD, Accepted, DraftTree
 
 T = TypeVar("T")
 
@@ -220,6 +222,7 @@ def read_layer(reader: Reader, config: ModelConfig, index: int) -> DecoderLayer:
     base, hidden, dim, moe = f"model.layers.{index}.", config.hidden_size, config.head_dim, config.moe
     query_dim, kv_dim = config.num_heads * dim, config.num_kv_heads * dim
     family, names = config.family, config.family.names
+    qkv: Linear | LatentProjection
 
     def norm(name: str | None, size: int = hidden) -> Norm | None:
         return None if name is None else read_norm(reader, config, base + name, size)
@@ -236,16 +239,31 @@ def read_layer(reader: Reader, config: ModelConfig, index: int) -> DecoderLayer:
         return kind(first, second, config.activation)
 
     traits, value_dim = _head_traits(config, index), dim
-    if config.latent is not None:
-        qkv: Linear | LatentProjection = _read_latent(reader, config, f"{base}self_attn.")
+    heads, output, out_width = (config.num_heads, config.num_kv_heads, dim), names.out, None
+    mixer: ShortConvolution | GatedDelta | None = None
+    if config.convolves[index]:
+        weight = reader.tensor(f"{base}conv.conv.weight", hidden, 1, config.conv_size)
+        mixer, heads = ShortConvolution(weight[:, 0].T.contiguous()), (config.num_heads, config.num_slot_heads, dim)
+        qkv, output = reader.linear([f"{base}conv.in_proj"], [3 * hidden], hidden), "conv.out_proj"
+        out_width = hidden
+    elif config.delta is not None and config.recurs[index]:
+        qkv, mixer = _read_delta(reader, config, f"{base}linear_attn.")
+        output, out_width = "linear_attn.out_proj", config.delta.values_width
+    elif config.latent is not None:
+        qkv = _read_latent(reader, config, f"{base}self_attn.")
         value_dim = config.latent.value_dim
     else:
         projections = [base + name for name in names.qkv]
-        outs = [query_dim, kv_dim, kv_dim] if len(projections) == 3 else [query_dim + 2 * kv_dim]
-        qkv = reader.linear(projections, outs, hidden, config.qkv_bias, rows=_halved_pairs(config))
+        outs, rows = [query_dim, kv_dim, kv_dim], _halved_pairs(config)
+        if config.delta is not None:
+            outs[0], rows = 2 * query_dim, _gates_last(config)
+        outs = outs if len(projections) == 3 else [sum(outs)]
+        qkv = reader.linear(projections, outs, hidden, config.qkv_bias, rows=rows)
     if names.sinks is not None:
         traits = replace(traits, sinks=reader.tensor(base + names.sinks, config.num_heads))
-    out = scaled_matrix(reader.linear([base + names.out], [hidden], config.num_heads * value_dim, config.o_bias))
+    has_bias = config.o_bias and mixer is None
+    out_width = out_width or config.num_heads * value_dim
+    out = scaled_matrix(reader.linear([base + output], [hidden], out_width, has_bias))
     if family.experts is None or moe is None or not moe.sparse_layers[index]:
         mlp: GatedMLP | PlainMLP | Experts = mlp_of(
             names.gate_up, names.down, config.intermediate_size, config.mlp_bias
@@ -253,7 +271,7 @@ def read_layer(reader: Reader, config: ModelConfig, index: int) -> DecoderLayer:
     else:
         mlp = _read_experts(reader, config, family.experts, base, mlp_of)
     norms = None
-    if config.qk_norm:
+    if config.qk_norm and mixer is None:
         sizes = (query_dim, kv_dim) if family.qk_norm == "all" else (dim, dim)
         q_norm, k_norm = norm(names.q_norm, sizes[0]), norm(names.k_norm, sizes[1])
         assert isinstance(q_norm, RMSNorm)
@@ -265,13 +283,44 @@ def read_layer(reader: Reader, config: ModelConfig, index: int) -> DecoderLayer:
         out=out,
         post_norm=norm(names.mlp_in),
         mlp=mlp,
-        heads=(config.num_heads, config.num_kv_heads, dim),
+        heads=heads,
         norms=norms,
         out_norms=(norm(names.attention_out), norm(names.mlp_out)),
         traits=traits,
         is_parallel=names.mlp_in is None and names.mlp_out is None,
         value_width=None if value_dim == dim else value_dim,
+        mixer=mixer,
+        is_gated=config.delta is not None and mixer is None,
     )
+
+
+def _gates_last(config: ModelConfig) -> Tensor:
+    """The order of the rows of q, k and v in which the gates, which follow the queries of each head, come last."""
+    heads = torch.arange(2 * config.num_heads * config.head_dim).view(config.num_heads, 2, -1)
+    rest = torch.arange(heads.numel(), heads.numel() + 2 * config.num_kv_heads * config.head_dim)
+    return torch.cat([heads[:, 0].flatten(), rest, heads[:, 1].flatten()])
+
+
+def _read_delta(reader: Reader, config: ModelConfig, base: str) -> tuple[Linear, GatedDelta]:
+    """Read the gated delta rule, and the matrix of its inputs: queries, keys, values, gates, shares and decays."""
+    delta, hidden = config.delta, config.hidden_size
+    assert delta is not None
+    values, heads, width = delta.num_value_heads, delta.num_key_heads, delta.values_width
+    names: tuple[str, ...]
+    rows: Tensor | None
+    if config.family.delta == "split":
+        names, outs, rows = ("qkv", "z", "b", "a"), [delta.conv_width, width, values, values], None
+    else:  # in two matrices, by key head
+        names, outs = ("qkvz", "ba"), [delta.conv_width + width, 2 * values]
+        wide, pairs = torch.arange(outs[0]).view(heads, -1), torch.arange(outs[0], sum(outs)).view(heads, 2, -1)
+        sizes = [delta.key_dim, delta.key_dim, width // heads, width // heads]
+        parts = torch.split_with_sizes(wide, sizes, 1)
+        rows = torch.cat([*(part.flatten() for part in parts), pairs[:, 0].flatten(), pairs[:, 1].flatten()])
+    matrix = reader.linear([f"{base}in_proj_{name}" for name in names], outs, hidden, rows=rows)
+    weight = reader.tensor(f"{base}conv1d.weight", delta.conv_width, 1, delta.conv_size)[:, 0].T.contiguous()
+    a_log, dt_bias = (reader.tensor(f"{base}{name}", values) for name in ("A_log", "dt_bias"))
+    norm = reader.tensor(f"{base}norm.weight", delta.value_dim)
+    return matrix, GatedDelta(delta, weight, a_log, dt_bias, norm, config.rms_norm_eps)
 
 
 def _read_latent(reader: Reader, config: ModelConfig, base: str) -> LatentProjection:
@@ -427,7 +476,8 @@ class TappedNet:
         return NetShape(
             config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim, config.sliding_windows,
             config.vocab_size, out_width=config.hidden_size * len(self.taps),
-            has_plain_heads=all(layer.traits.is_plain for layer in self.layers),
+            has_plain_heads=all(layer.traits.is_plain and layer.mixer is None for layer in self.layers),
+            num_slot_heads=config.num_slot_heads,
         )  # fmt: skip
 
     @property
@@ -514,8 +564,6 @@ class LeanContext(Context):
 class LeanTarget(Target):
     """A ``Target`` that runs the lean decoder: ``net``, without taps, by ``runs``, which its drafters share."""
 
-    supports_views = supports_pages = True
-
     def __init__(self, net: TappedNet, runtime: Runtime, name: str = "model", dtype: torch.dtype | None = None) -> None:
         config = net.config
         self.config, self.name, self.net, self.runs = config, name, net, runtime
@@ -525,6 +573,7 @@ class LeanTarget(Target):
         self.dtype, self.device = dtype or net.dtype, net.device
         self.eos_ids = config.eos_ids
         self.applies_match = runtime.name == "kernel"
+        self.supports_views = self.supports_pages = config.delta is None
         self.has_layers = bool(net.layers)
 
     @classmethod
@@ -565,7 +614,7 @@ class LeanTarget(Target):
         source, where = read_config(folder), str(folder / "config.json")
         config = ModelConfig.from_hf(source, where)
         runtime, layout = runtime_for(
-            dtype, device, config.head_dim, config.activation, is_dense=config.moe is None, may_round=True,
+            dtype, device, config.head_dim, config.activation, is_dense=config.runs_dense, may_round=True,
             prepack=prepack, quantize=quantize, fast=fast,
         )  # fmt: skip
         check_quantize(quantize, dtype, device, layout.runs)
@@ -579,12 +628,13 @@ class LeanTarget(Target):
         with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:  # packing is bound by memory traffic
             numbers = range(config.num_layers if layers else 0)
             decoder_layers = list(pool.map(partial(read_layer, reader, config), numbers))
-        norm = read_norm(reader, config, "model.norm", config.hidden_size)
+        norm = read_norm(reader, config, config.family.names.final_norm, config.hidden_size)
         order = None if rows is None else torch.tensor(rows)
         embedding, head = _read_ends(reader, config, order)
         unused = reader.files.unused(reader.used) if layers else []
         unused = [key for key in unused if not key.endswith("rotary_emb.inv_freq")]
-        if unused and num_modules(source, where):  # MTP modules in the same files, for `--draft mtp`
+        # MTP modules in the same files, for `--draft mtp`; Qwen3-Next's config does not count them.
+        if unused and (num_modules(source, where) or config.delta is not None):
             modules = module_names(source, unused, where)
             unused = [key for key in unused if modules is None or not modules.owns(key)]
         if unused:
@@ -646,10 +696,10 @@ class LeanTarget(Target):
     def use_graphs(self, record: Record | None) -> None:
         """Record the forwards of new contexts with ``record`` (``runtime.graphs``), or run them eagerly if it is None.
 
-        No effect on mixtures of experts, which wait for the device, and on the CPU kernel.
+        No effect on mixtures of experts and recurrent models, which wait for the device, and on the CPU kernel.
         """
         if self.runs.name != "kernel":
-            self.runs = TorchRuntime() if record is None or self.config.moe is not None else GraphRuntime(record)
+            self.runs = GraphRuntime(record) if record is not None and self.config.runs_dense else TorchRuntime()
 
     def _tapped(self, taps: tuple[int, ...]) -> TappedNet:
         if not self.has_layers:
@@ -719,6 +769,9 @@ class LeanTarget(Target):
     def commit(self, ctx: Context, tree: DraftTree, accepted: Accepted) -> None:
         """See ``Target.commit``. The nodes of a chain are in their final slots already."""
         ctx = own_context(ctx, LeanContext)
+        if self.config.delta is not None:
+            for row, path in enumerate(accepted.path.tolist()):
+                ctx.cache.states.commit(row, [node for node in path if node != PAD])
         if not tree.is_line:
             ctx.runner.commit(ctx.lengths, accepted.path)
 

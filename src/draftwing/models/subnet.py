@@ -202,6 +202,11 @@ def runner_over(net: SubNet | RestNet, target: LeanTarget, ctx: LeanContext) -> 
 def lean_target(target: Target, what: str) -> LeanTarget:
     """Narrow the target to one whose layers can be run separately. ``what`` is the draft method, for the message."""
     if isinstance(target, LeanTarget):
+        if target.config.delta is not None:
+            raise UnsupportedError(
+                f"{what} runs single layers of the target, but {target.name} has recurrent layers, whose states only "
+                f"whole forwards change: use another draft method"
+            )
         return target
     raise UnsupportedError(
         f"{what} runs single layers of the target, but {target.name} runs in transformers, as a whole: use "

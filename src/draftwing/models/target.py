@@ -71,6 +71,7 @@ class Target(ABC):
         folder: from which it was loaded, if known.
         has_layers: False if only its embedding, final norm and LM head were loaded: it runs no text.
         supports_trees: False if its state cannot be rolled back; then only lone roots are allowed.
+        runs_nodes_alone: every node of a tree takes one forward, so drafts save no time.
         supports_views: whether it can draft for itself from some of its rows' slots (``draft`` and ``watch``).
         supports_pages: whether its slots may be paged (``models.paged``), and prompts read in chunks (``read``).
         applies_match: whether ``forward`` can apply ``accept.match`` itself, given an ``AcceptArgs``.
@@ -87,6 +88,7 @@ class Target(ABC):
     folder: Path | None = None
     has_layers: bool = True
     supports_trees: bool = True
+    runs_nodes_alone: bool = False
     supports_views: bool = False
     supports_pages: bool = False
     applies_match: bool = False

@@ -49,6 +49,7 @@ class NetShape:
     is_shifted: bool = True  # True if an entry reads its token, False if it reads that of its parent
     is_sparse: bool = False  # True if its logits leave tokens out, which hold -inf
     has_plain_heads: bool = True  # see ``HeadTraits.is_plain``
+    num_slot_heads: int = 0  # KV heads of a slot, if more than ``num_kv_heads`` (``ModelConfig.num_slot_heads``)
     causal: Sequence[bool] = ()  # layers whose nodes see no later position; empty: none is marked (``SlotAttention``)
 
 
@@ -124,7 +125,8 @@ class Runner(ABC):
     def __init__(self, net: Net, cache: KVCache | None = None) -> None:
         self.net, self.device = net, net.device
         shape = net.shape
-        self.cache = cache or new_cache(shape.num_layers, shape.num_kv_heads, shape.head_dim, net.dtype, self.device)
+        heads = max(shape.num_slot_heads, shape.num_kv_heads)
+        self.cache = cache or new_cache(shape.num_layers, heads, shape.head_dim, net.dtype, self.device)
 
     @abstractmethod
     def forward(self, entries: Entries, *, want_logits: bool = True, last: Tensor | None = None) -> Outputs:
@@ -216,6 +218,7 @@ class Runner(ABC):
             states = None if features is None else self.fuse(features[:, done : done + len(chunk)])
             entries = Entries(chain, [start + done], row, states=states, prompt_lengths=prompts)
             piece = self.forward(entries, want_logits=False)[1]
+            self.cache.states.commit(row, range(len(chunk)))
             pieces += [] if piece is None else [piece]
         return joined(pieces, 1) if pieces else None
 
@@ -296,7 +299,8 @@ class EagerRunner(Runner):
         shape, attend = net.shape, None
         if shape.num_layers:
             kind = attention_over(slots, is_plain=shape.has_plain_heads)
-            attend = kind(cis, slots, shape.windows, shape.num_heads, real + padding, shape.causal)
+            heads = shape.num_heads, shape.num_kv_heads
+            attend = kind(cis, slots, shape.windows, heads, real + padding, shape.causal)
         read, out = net.forward(ids, states, attend)
         return read[:real].view(rows, nodes, -1), None if out is None else out[:real].view(rows, nodes, -1)
 

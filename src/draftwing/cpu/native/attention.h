@@ -316,4 +316,44 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
     }
 }
 
+// A short convolution of a row's nodes along their paths, over the channels that the slots of one KV head hold: `num_in`
+// channels of b * x, half of a head's in its keys, half in its values. The source's columns are b, gates of the result, x.
+void convolve(const Op& op, const Batch& batch, int row, int kv_head) {
+    const int dim = op.head_dim, channels = op.num_in, first = 2 * dim * kv_head, count = std::min(2 * dim, channels - first);
+    if (count <= 0) return;
+    const int width = batch.widths[op.source], out_width = batch.widths[op.target];
+    const int length = static_cast<int>(batch.lengths[row]);
+    const int64_t* parents = batch.parents + static_cast<size_t>(row) * batch.tree_nodes;
+    float* keys = batch.cache + op.layer * batch.layer_stride + row * batch.row_stride + kv_head * batch.head_stride;
+    float* values = keys + batch.value_stride;
+    const Slots at = slots_of(batch, row);
+    const int in_keys = std::min(dim, count);
+    for (int i = 0; i < batch.nodes && batch.watch == nullptr; ++i) {
+        const float* in = batch.buffers[op.source] + (static_cast<size_t>(row) * batch.nodes + i) * width + first;
+        const int slot = length + batch.first_node + i;
+        float* key = keys + at(slot / KEYS * KEYS) * dim + slot % KEYS;
+        float* value = values + at(slot) * dim;
+        for (int d = 0; d < in_keys; ++d) key[d * KEYS] = in[d] * in[2 * channels + d];
+        for (int d = in_keys; d < count; ++d) value[d - dim] = in[d] * in[2 * channels + d];
+    }
+    float sums[2048];
+    for (int i = 0; i < batch.nodes; ++i) {
+        const size_t place = static_cast<size_t>(row) * batch.nodes + i;
+        int64_t node = batch.first_node + i;  // -1: the last committed token, -2: the one before
+        memset(sums, 0, count * sizeof(float));
+        for (int tap = op.num_out - 1; tap >= 0 && length + node >= 0; --tap) {
+            const int64_t slot = length + node;
+            const float* weight = static_cast<const float*>(op.weight) + static_cast<size_t>(tap) * channels + first;
+            const float* key = keys + at(slot / KEYS * KEYS) * dim + slot % KEYS;
+            const float* value = values + at(slot) * dim;
+            for (int d = 0; d < in_keys; ++d) sums[d] = fused(key[d * KEYS], weight[d], sums[d]);
+            for (int d = in_keys; d < count; ++d) sums[d] = fused(value[d - dim], weight[d], sums[d]);
+            node = node >= 0 ? parents[node] : node - 1;
+        }
+        const float* gates = batch.buffers[op.source] + place * width + channels + first;
+        float* out = batch.buffers[op.target] + place * out_width + op.column + first;
+        for (int d = 0; d < count; ++d) out[d] = sums[d] * gates[d];
+    }
+}
+
 }  // namespace

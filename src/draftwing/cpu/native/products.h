@@ -15,7 +15,7 @@ constexpr int KEYS = 16;  // slots whose keys are stored transposed together
 constexpr int MAX_OPS = 1024;
 constexpr int NUM_BUFFERS = 16;
 
-enum Kind : int32_t { EMBED = 0, NORM = 1, LINEAR = 2, ATTEND = 3, COPY = 4 };
+enum Kind : int32_t { EMBED = 0, NORM = 1, LINEAR = 2, ATTEND = 3, COPY = 4, CONVOLVE = 5 };
 enum RowForm : int32_t { AS_THEY_ARE = 0, ROUNDED = 1, SPLIT = 2, LEVELS = 3 };  // see layout.py
 
 }  // namespace
@@ -24,7 +24,7 @@ extern "C" {
 
 struct Op {
     int32_t kind, source, target, column;  // column: first column of the result in the target's rows
-    int32_t num_in, num_out, epilogue, format;  // format: of the weight
+    int32_t num_in, num_out, epilogue, format;  // format: of the weight; num_out of CONVOLVE: tokens
     int32_t num_heads, num_kv_heads, head_dim, layer;
     int32_t window;  // 0: none
     int32_t first;  // of NORM and COPY: first column to read

@@ -70,6 +70,8 @@ void piece(const Run& run, const Step& step, int which, Rows& rows, bool& is_pre
         linear(op, batch, rows, first, std::min(first + step.each, (op.num_out + TILE - 1) / TILE));
     } else if (op.kind == ATTEND) {
         attend_piece(op, batch, step, which);
+    } else if (op.kind == CONVOLVE) {
+        convolve(op, batch, which / op.num_kv_heads, which % op.num_kv_heads);
     } else if (op.kind == NORM) {
         norm_row(op, batch.buffers[op.source] + which * from + op.first, batch.buffers[op.target] + which * to + op.column,
                  op.epilogue == ADD);
@@ -213,6 +215,8 @@ void plan(Run& run, int which, int num_threads) {
         const int each = (batch.nodes + parts - 1) / parts;
         if (parts > 1) add(PREPARE, heads, batch.nodes);
         add(parts > 1 ? PREPARED : WHOLE, heads * ((batch.nodes + each - 1) / each), each);
+    } else if (op.kind == CONVOLVE) {
+        add(WHOLE, batch.rows * op.num_kv_heads, batch.nodes);
     } else {
         add(WHOLE, op.kind == NORM || op.kind == EMBED ? count : 1, 1);
     }
