@@ -16,6 +16,7 @@ from draftwing.cli.progress import progress, token_rate
 from draftwing.errors import ConfigError, shown
 from draftwing.methods.registry import training_method, training_methods
 from draftwing.models.catalogue import default_model
+from draftwing.remote import download, local_copy
 
 if TYPE_CHECKING:
     from draftwing.methods.suffix_array import Store
@@ -62,7 +63,7 @@ class Answers:
     write_batch: Path | None = option(
         None, "Write what is not answered yet to this file, as requests of OpenAI's batch API (vLLM: run-batch)."
     )
-    read_batch: list[Path] | None = option(None, "Read a batch's answers from this file. Repeatable.")
+    read_batch: list[str] | None = option(None, "Read a batch's answers from this file or URL. Repeatable.")
 
     def to_samplings(self) -> list[Sampling]:
         """Return the checked parameters for each temperature."""
@@ -109,6 +110,7 @@ def regenerate(
     from draftwing.train.answers import regenerate as run
     from draftwing.train.feature_cache import GrowingCache
 
+    download([*data.sources, *(answers.read_batch or [])], progress)
     samplings = answers.to_samplings()
     answerer: LMAnswerer | ServerAnswerer
     tokenizer = cache = None
@@ -198,7 +200,7 @@ def _regenerate_in_batches(
 
     if answers.write_batch is not None and answers.served_model is None:
         raise ConfigError("--write-batch needs --served-model: the name under which the service knows the target")
-    if answers.write_batch in (answers.read_batch or []):
+    if str(answers.write_batch) in (answers.read_batch or []):
         raise ConfigError(f"{answers.write_batch}: is read and written at once: give another file to --write-batch")
     answerer, result = BatchAnswerer(answers.read_batch or []), {}
     if answers.read_batch:
@@ -271,6 +273,7 @@ def cache(
     choose = taps.chooser()
     folder = resolve(target)
     tokenizer = Tokenizer(folder)
+    download(data.sources, progress)
     with progress("reading the data") as on_data:
         corpus = read_examples(
             data.sources, tokenizer, max_length=max_length, exclude=data.exclude, on_progress=on_data
@@ -297,7 +300,7 @@ def cache(
 def import_states(
     data: Data,
     taps: TapOptions,
-    folder: Path = argument(..., "Folder of the files that the engine wrote (vLLM's shared_storage_path)."),
+    folder: str = argument(..., "Folder (or its URL) of the engine's files: vLLM's shared_storage_path."),
     engine: str = option(..., "The engine: vllm (its method extract_hidden_states).", "--from"),
     out: Path = option(..., "Folder of the cache: run again to continue.", "-o"),
     target: str | None = TARGET,
@@ -332,6 +335,7 @@ def import_states(
     choose, layers, place = taps.chooser(), parse_taps(layer_ids, "--layer-ids"), resolve(target)
     tokenizer = Tokenizer(place)
     name = target or default_model()
+    download([folder, *data.sources], progress)
     model = load_target(place, dtype=dtype, device=device, name=name, prepack=False, layers=False)
     assert isinstance(model, LeanTarget)  # others cannot be loaded without layers
     dialogues = None
@@ -343,7 +347,7 @@ def import_states(
         dialogues = corpus.examples
     with progress("reading the states, files") as on_progress:
         done = run(
-            folder, out, model, choose(model.num_layers),
+            local_copy(folder), out, model, choose(model.num_layers),
             identity=target_id(model, tokenizer), layers=layers, dialogues=dialogues, on_progress=on_progress,
         )  # fmt: skip
     if as_json:
@@ -385,6 +389,7 @@ def build(
     from draftwing.train.datastore import build_datastore, read_texts
 
     check_new_datastore(out)
+    download(files, progress)
     tokenizer = Tokenizer(resolve(target))
     with progress("reading the texts, bytes") as on_progress:
         texts = read_texts(files, tokenizer, exclude=exclude, on_progress=on_progress)

@@ -47,10 +47,10 @@ _STEPS = ", ".join(f"{name} {way.unroll_steps}" for name, (_, way) in training_m
 class Run:
     out: Path = option(..., "Folder of the run: checkpoint, metrics, curves, head/.", "-o")
     target: str | None = TARGET
-    cache: Path | None = option(
+    cache: str | None = option(
         None,
         "Features of `draftwing data cache` (with its --data), or of `data regenerate --features` or `data "
-        "import-states` (without).",
+        "import-states` (without): a folder or its URL.",
     )
     ends_only: bool = option(
         False,
@@ -263,7 +263,7 @@ _STATUS_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "unknown"
 def doctor(
     model: Model,
     head: Path = _HEAD,
-    prompts: Path | None = PROMPTS,
+    prompts: str | None = PROMPTS,
     num_prompts: int = option(4, "Use only the first N prompts.", min=1),
     measure: bool = option(True, "Decode a few prompts with the head.", "--measure/--no-measure"),
     as_json: bool = JSON,
@@ -283,6 +283,7 @@ def doctor(
     from draftwing.loading import load
     from draftwing.methods.registry import diagnose
     from draftwing.models.resolve import resolve
+    from draftwing.remote import public_name
     from draftwing.text.prompts import read_prompts
 
     head = _head_folder(head, model.target)
@@ -292,7 +293,8 @@ def doctor(
     if measure and not failed:
         lm = load(**vars(model), draft=head)
         given = None if prompts is None else read_prompts(prompts, num_prompts)
-        fit = measure_fit(lm, trial_of(head, lm.tokenizer, num_prompts, given, where=str(prompts)))
+        where = "" if prompts is None else public_name(prompts)
+        fit = measure_fit(lm, trial_of(head, lm.tokenizer, num_prompts, given, where=where))
         failed = fit.verdict == "does not fit"
     if as_json:
         rows = [asdict(finding) for finding in findings]

@@ -22,11 +22,11 @@ from tokenizers import Tokenizer as FastTokenizer
 from torch import Tensor
 
 from draftwing.errors import ConfigError, DataError, TokenizerError, shown
+from draftwing.remote import OnProgress, local_copy, public_name
 from draftwing.storage import parse_json, similar_paths
 from draftwing.text.prompts import FORMS, Message, is_record, read_record
 from draftwing.text.tokenizer import Tokenizer
 
-OnProgress = Callable[[int, int], None]  # called with the amount done and the total
 T = TypeVar("T")
 
 SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages"}
@@ -53,8 +53,8 @@ def find_files(
 ) -> list[SourceFile]:
     """Find every file of the sources; files of a folder are sorted by their relative names.
 
-    Folders are read without hidden files and folders, ``__pycache__``, installed packages, and ``output``, the file
-    that is being written.
+    URLs are copied to this machine first (see ``remote``). Folders are read without hidden files and folders,
+    ``__pycache__``, installed packages, and ``output``, the file that is being written.
 
     Args:
         exclude: a file with one relative name per line to leave out of folders: a file, a folder with a slash at its
@@ -65,22 +65,23 @@ def find_files(
     patterns = _read_patterns(exclude)
     output = output and output.resolve()
     files: list[SourceFile] = []
-    for source in map(Path, sources):
+    for given in sources:
+        source, name = local_copy(given), public_name(given)
         if source.is_dir():
             inside = [file for file in _walk(source, patterns) if not output or file.path.resolve() != output]
             if not inside:
-                raise DataError(f"{source}: this folder has no file to read: check the path and what is excluded")
+                raise DataError(f"{name}: this folder has no file to read: check the path and what is excluded")
             files += inside
         elif not source.exists():
             close = similar_paths(source)
             fix = f"did you mean {' or '.join(close)}?" if close else "check the path"
-            raise DataError(f"{source}: there is no such file or folder: {fix}")
+            raise DataError(f"{name}: there is no such file or folder: {fix}")
         elif source.stat().st_size == 0:
-            raise DataError(f"{source}: this file is empty: give one with text or dialogues")
+            raise DataError(f"{name}: this file is empty: give one with text or dialogues")
         elif source.resolve() == output:
-            raise DataError(f"{source}: this file is both a source and the output: write to another file")
+            raise DataError(f"{name}: this file is both a source and the output: write to another file")
         else:
-            files.append(SourceFile(source, str(source), source.stat().st_size, in_folder=False))
+            files.append(SourceFile(source, name, source.stat().st_size, in_folder=False))
     return files
 
 
@@ -483,8 +484,9 @@ def read_examples(
     if not corpus.num_tokens:
         encoder.check()
         reasons = ", ".join(f"{count} with {why}" for why, count in corpus.skipped.items())
+        names = ", ".join(map(public_name, sources))
         raise DataError(
-            f"{', '.join(map(str, sources))}: nothing is left to train on ({reasons or 'there was no text at all'}): "
+            f"{names}: nothing is left to train on ({reasons or 'there was no text at all'}): "
             f"give dialogues with answers (`draftwing data regenerate` writes them), documents, or a larger max_length"
         )
     return corpus

@@ -41,8 +41,9 @@ from draftwing.errors import ConfigError, DataError, NumericsError
 from draftwing.formats.identity import differences, target_id
 from draftwing.methods.net import TargetId
 from draftwing.models.target import Target
+from draftwing.remote import OnProgress, local_copy
 from draftwing.storage import locked, replacing, writing
-from draftwing.train.data import Batch, Batches, BatchPlan, Corpus, Example, OnProgress, collate
+from draftwing.train.data import Batch, Batches, BatchPlan, Corpus, Example, collate
 from draftwing.train.features import FeatureBatch, best_tokens, score_text
 
 INDEX = "index.json"
@@ -231,10 +232,10 @@ class Shard:
 
 
 class FeatureCache:
-    """An opened cache: ids and masks in memory, hidden states read row by row."""
+    """An opened cache: ids and masks in memory, hidden states read row by row. One at a URL is copied first."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = local_copy(folder)
         self.info, names, num_rows = _read_index(self.folder)
         self._shards = [Shard(self.folder / name) for name in names]
         for shard in self._shards:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,11 +26,11 @@ from draftwing.models.catalogue import default_model
 from draftwing.models.config import ModelConfig, read_config
 from draftwing.models.resolve import resolve
 from draftwing.models.target import Target
+from draftwing.remote import OnProgress, Phase, download, public_name
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.train.data import (
     Batches,
     Corpus,
-    OnProgress,
     coverage_of,
     draft_vocabulary,
     held_out,
@@ -44,7 +44,6 @@ from draftwing.train.options import TrainOptions
 from draftwing.train.trainer import CHECKPOINT, Progress, Trainer, read_metrics
 
 T = TypeVar("T")
-Phase = Callable[[str], AbstractContextManager[OnProgress]]
 START_TOKENS = 16384  # on which a new net's weights are solved before it is trained, or one epoch
 
 
@@ -105,11 +104,11 @@ class Session:
 @dataclass(frozen=True)
 class RunFiles:
     target: str | Path | None  # folder, name or hub id; None for the shipped one
-    data: Sequence[str | Path]  # files and folders, see ``read_examples``
+    data: Sequence[str | Path]  # files, folders and URLs, see ``read_examples``
     exclude: Path | None = None  # a file of names to leave out of folders
     # The run trains on its rows and reads the target's features from it. If it held out some of its data (`data
     # cache`), that is read from ``data`` to evaluate; else some of its rows are held out, and ``data`` may be empty.
-    cache: Path | None = None
+    cache: str | Path | None = None
     initial: Path | None = None  # a head to start from, in any layout; the run has its shape and draft vocabulary
     licence: str | None = None  # SPDX identifier for the head's card; None if unknown
 
@@ -149,6 +148,7 @@ def prepare(
     torch.manual_seed(options.seed)
     folder = resolve(files.target)
     tokenizer = Tokenizer(folder)
+    download([*files.data, *([] if files.cache is None else [files.cache])], phase)
     with phase("reading the data") as on_data:
         training, validation, cache, held_cache = _read_data(files, options, tokenizer, on_data)
     name = str(files.target or default_model())
@@ -191,7 +191,7 @@ def prepare(
         "tokens_in_data": training.num_tokens,
         "coverage": coverage,
         "chat_template": chat_template_hash(folder),
-        "data": [Path(source).name for source in files.data],  # without the folders
+        "data": [Path(public_name(source)).name for source in files.data],  # without the folders
         "num_dialogues": len(training.examples),
         "tokens_held_out": validation.num_tokens,
         **({} if files.licence is None else {"licence": files.licence}),

@@ -29,7 +29,8 @@ from torch import Tensor
 from draftwing.errors import ConfigError, DataError
 from draftwing.methods.net import TargetId
 from draftwing.models.lean import LeanTarget
-from draftwing.train.data import Example, OnProgress
+from draftwing.remote import OnProgress
+from draftwing.train.data import Example
 from draftwing.train.feature_cache import GROWING_SHARD_BYTES, CacheRow, CacheSize, GrowingCache
 from draftwing.train.features import best_tokens
 
