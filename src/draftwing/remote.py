@@ -154,13 +154,12 @@ class _Mirror:
         part = self._home / "partial" / _digest(f"{name} {_version(info)}")
         size, file = info.get("size"), self._place / name
         with part.open("ab") as out:
-            with _call(self._url, self._system.open, info["name"], "rb") as stream:
-                num_bytes = out.tell()
-                if num_bytes:
-                    try:
-                        stream.seek(num_bytes)
-                    except (OSError, ValueError):  # a server that only sends whole files
-                        num_bytes = out.truncate(0)
+            num_bytes = out.tell()
+            stream = self._open(info["name"], num_bytes)
+            if stream is None:
+                num_bytes = out.truncate(0)
+                stream = self._open(info["name"], 0)
+            with stream:
                 chunk = b"\0"
                 while chunk:
                     yield num_bytes
@@ -179,6 +178,20 @@ class _Mirror:
         file.parent.mkdir(parents=True, exist_ok=True)
         os.replace(part, file)
         stamp.write_text(_version(info), encoding="utf-8")
+
+    def _open(self, path: str, start: int) -> Any:
+        """Open a file at a byte; return None if its server only sends whole files (HTTP without ranges)."""
+        options = {"block_size": 0} if self._url.startswith("http") and not start else {}  # one request for all of it
+        stream = _call(self._url, partial(self._system.open, **options), path, "rb")
+        if start:
+            try:
+                stream.seek(start)
+                stream.read(1)  # HTTP files find out when they read
+                stream.seek(start)
+            except (OSError, ValueError):
+                stream.close()
+                return None
+        return stream
 
     def _stamp_file(self, name: str) -> Path:
         return self._home / "stamps" / _digest(name)
