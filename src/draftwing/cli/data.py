@@ -108,9 +108,11 @@ def regenerate(
     from draftwing.train.answer_server import ServerAnswerer
     from draftwing.train.answers import read_tasks
     from draftwing.train.answers import regenerate as run
+    from draftwing.train.data import download_sources
     from draftwing.train.feature_cache import GrowingCache
 
-    download([*data.sources, *(answers.read_batch or [])], progress)
+    download_sources(data.sources, progress)
+    download(answers.read_batch or [], progress)
     samplings = answers.to_samplings()
     answerer: LMAnswerer | ServerAnswerer
     tokenizer = cache = None
@@ -267,13 +269,13 @@ def cache(
     from draftwing.loading import load_target, training_dtype
     from draftwing.models.resolve import resolve
     from draftwing.text.tokenizer import Tokenizer
-    from draftwing.train.data import Batches, read_examples, split
+    from draftwing.train.data import Batches, download_sources, read_examples, split
     from draftwing.train.feature_cache import estimate, write_cache
 
     choose = taps.chooser()
     folder = resolve(target)
     tokenizer = Tokenizer(folder)
-    download(data.sources, progress)
+    download_sources(data.sources, progress)
     with progress("reading the data") as on_data:
         corpus = read_examples(
             data.sources, tokenizer, max_length=max_length, exclude=data.exclude, on_progress=on_data
@@ -327,7 +329,7 @@ def import_states(
     from draftwing.models.lean import LeanTarget
     from draftwing.models.resolve import resolve
     from draftwing.text.tokenizer import Tokenizer
-    from draftwing.train.data import read_examples
+    from draftwing.train.data import download_sources, read_examples
     from draftwing.train.vllm_states import import_states as run
 
     if engine != "vllm":
@@ -335,7 +337,8 @@ def import_states(
     choose, layers, place = taps.chooser(), parse_taps(layer_ids, "--layer-ids"), resolve(target)
     tokenizer = Tokenizer(place)
     name = target or default_model()
-    download([folder, *data.sources], progress)
+    download([folder], progress)
+    download_sources(data.sources, progress)
     model = load_target(place, dtype=dtype, device=device, name=name, prepack=False, layers=False)
     assert isinstance(model, LeanTarget)  # others cannot be loaded without layers
     dialogues = None
@@ -386,10 +389,11 @@ def build(
     from draftwing.methods.suffix_array import check_new_datastore
     from draftwing.models.resolve import resolve
     from draftwing.text.tokenizer import Tokenizer
+    from draftwing.train.data import download_sources
     from draftwing.train.datastore import build_datastore, read_texts
 
     check_new_datastore(out)
-    download(files, progress)
+    download_sources(files, progress)
     tokenizer = Tokenizer(resolve(target))
     with progress("reading the texts, bytes") as on_progress:
         texts = read_texts(files, tokenizer, exclude=exclude, on_progress=on_progress)

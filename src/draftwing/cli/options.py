@@ -341,7 +341,8 @@ class Data:
     data: list[str] | None = option(
         None,
         "JSONL of dialogues (conversations, messages, turns, prompt and completion, question and answer, instruction "
-        "and output) or texts, plain text files, or folders of them, also s3://, hf:// and other URLs; repeatable.",
+        "and output) or texts, plain text files, or folders or URLs of them. Streamed: Parquet files, and "
+        "hf://datasets/org/name?split=NAME. Repeatable.",
     )
     exclude: Path | None = option(None, "File of names (globs, or prefix/) to leave out of folders.", expert=True)
 

@@ -21,6 +21,7 @@ from draftwing.models.linear import Linear
 from draftwing.models.target import Target
 from draftwing.sampling import Sampling
 from draftwing.train.data import Batch, Batches, collate
+from draftwing.train.stream import StreamedBatches
 
 HEAD_ROWS = 512  # rows whose logits are computed at once
 
@@ -60,7 +61,7 @@ class FeatureSource(Protocol):
 class OnlineFeatures:
     """A ``FeatureSource`` that runs the target on every batch."""
 
-    def __init__(self, target: Target, batches: Batches, taps: tuple[int, ...]) -> None:
+    def __init__(self, target: Target, batches: Batches | StreamedBatches, taps: tuple[int, ...]) -> None:
         self._target, self._batches, self._taps = target, batches, taps
 
     @property

@@ -31,8 +31,12 @@ from draftwing.text.tokenizer import Tokenizer
 from draftwing.train.data import (
     Batches,
     Corpus,
+    DataSet,
+    DialogueEncoder,
     coverage_of,
+    download_sources,
     draft_vocabulary,
+    find_files,
     held_out,
     read_examples,
     split,
@@ -41,6 +45,7 @@ from draftwing.train.evaluate import Evaluation, held_out_prompts, validation_pr
 from draftwing.train.feature_cache import CachedFeatures, FeatureCache
 from draftwing.train.features import FeatureSource, OnlineFeatures, OnPolicyFeatures
 from draftwing.train.options import TrainOptions
+from draftwing.train.stream import StreamedBatches
 from draftwing.train.trainer import CHECKPOINT, Progress, Trainer, read_metrics
 
 T = TypeVar("T")
@@ -61,6 +66,7 @@ class Session:
     training: Corpus
     validation: Corpus
     coverage: float  # share of the training tokens in the draft vocabulary
+    is_streamed: bool = False  # ``training`` is only the beginning of the data
 
     def run(self) -> Progress:
         return self.trainer.run()
@@ -72,8 +78,9 @@ class Session:
         vocabulary = f"{net.num_draft_tokens} of {net.config.vocab_size} tokens"
         return (
             f"{options.method} head of {millions:.2f}M parameters for {self.target.name}, draft vocabulary "
-            f"{vocabulary} ({self.coverage:.1%} of the data), {self.training.num_tokens:,} tokens to train on, "
-            f"{self.validation.num_tokens:,} held out"
+            f"{vocabulary} ({self.coverage:.1%} of the data), {self.training.num_tokens:,} tokens to train on"
+            f"{' at first, then more of the stream' if self.is_streamed else ''}, {self.validation.num_tokens:,} held "
+            f"out"
         )
 
     def collect_held_out(self, num_prompts: int, on_progress: OnProgress | None = None) -> Path | None:
@@ -148,9 +155,10 @@ def prepare(
     torch.manual_seed(options.seed)
     folder = resolve(files.target)
     tokenizer = Tokenizer(folder)
-    download([*files.data, *([] if files.cache is None else [files.cache])], phase)
+    download_sources(files.data, phase)
+    download([] if files.cache is None else [files.cache], phase)
     with phase("reading the data") as on_data:
-        training, validation, cache, held_cache = _read_data(files, options, tokenizer, on_data)
+        training, validation, cache, held_cache, stream = _read_data(files, options, tokenizer, on_data)
     name = str(files.target or default_model())
     with phase("loading the target"):
         target = load_target(folder, dtype=dtype or usual, device=device, name=name, prepack=False, layers=layers)
@@ -172,7 +180,7 @@ def prepare(
         target_ids = draft_vocabulary(training, target.vocab_size, options.loss_vocab_size, target.eos_ids)
         target_ids = target_ids.to(target.device)
     taps = net.config.taps
-    source = _features(target, training, options, taps, cache)
+    source = _features(target, stream or training, options, taps, cache)
     if options.own_text:
         writer = method_of_net(net).as_target(net)
         source = OnPolicyFeatures(source, target, taps, writer, options.own_text, options.seed)
@@ -188,11 +196,14 @@ def prepare(
     describe = {
         **{key: value for key, value in options.to_dict().items() if value is not None},
         "precision": precision,
-        "tokens_in_data": training.num_tokens,
         "coverage": coverage,
         "chat_template": chat_template_hash(folder),
         "data": [Path(public_name(source)).name for source in files.data],  # without the folders
-        "num_dialogues": len(training.examples),
+        **(
+            {"streamed": True}
+            if stream
+            else {"tokens_in_data": training.num_tokens, "num_dialogues": len(training.examples)}
+        ),
         "tokens_held_out": validation.num_tokens,
         **({} if files.licence is None else {"licence": files.licence}),
         **({} if files.initial is None else {"initial": {"name": files.initial.name, **training_of(files.initial)}}),
@@ -200,17 +211,18 @@ def prepare(
     }
     trainer = Trainer(
         net, target.head, target_ids, source, options, out,
-        evaluate=evaluate, accelerator=accelerator, describe=describe,
+        evaluate=evaluate, accelerator=accelerator, describe=describe, stream=stream,
     )  # fmt: skip
     if accelerator.is_main_process:
-        prompts = held_out_prompts(validation, tokenizer, files.data, options.keep_prompts, exclude=files.exclude)
+        sources = () if stream else files.data  # a stream is not read again to find its dialogues
+        prompts = held_out_prompts(validation, tokenizer, sources, options.keep_prompts, exclude=files.exclude)
 
         def add_to_head(head: Path) -> None:
             write_stored(head, prompts)
             write_card(head, seconds=trainer.seconds)  # not in the config, which equals that of an uninterrupted run
 
         trainer.on_saved = add_to_head
-    return Session(trainer, target, tokenizer, training, validation, coverage)
+    return Session(trainer, target, tokenizer, training, validation, coverage, is_streamed=stream is not None)
 
 
 def _reported(items: Iterable[T], total: int, on_progress: OnProgress) -> Iterator[T]:
@@ -226,10 +238,26 @@ def _reported(items: Iterable[T], total: int, on_progress: OnProgress) -> Iterat
 
 def _read_data(
     files: RunFiles, options: TrainOptions, tokenizer: Tokenizer, on_data: OnProgress | None
-) -> tuple[Corpus, Corpus, FeatureCache | None, FeatureCache | None]:
-    """Return training and held-out data, and the caches of their features if there are any."""
+) -> tuple[Corpus, Corpus, FeatureCache | None, FeatureCache | None, StreamedBatches | None]:
+    """Return training and held-out data, the caches of their features if there are any, and the data's stream.
+
+    Of data that is streamed, which is any with a ``DataSet``, the first two are parts of the first block.
+    """
     if files.cache is None:
-        return *_read_sources(files, options, tokenizer, on_data), None, None
+        sources = find_files(files.data, files.exclude)
+        if not any(isinstance(source, DataSet) for source in sources):
+            return *_read_sources(files, options, tokenizer, on_data), None, None, None
+        if options.data_share < 1:
+            raise ConfigError("training: a data set is streamed, and its size is unknown: leave out data_share")
+        stream = StreamedBatches(
+            sources,
+            DialogueEncoder(tokenizer, options.max_length),
+            options.tokens_per_batch,
+            options.seed,
+            validation_share=options.validation_share,
+            on_progress=on_data,
+        )
+        return stream.training, stream.validation, None, None, stream
     cache, held_cache = FeatureCache(files.cache), None
     info = cache.info
     for name, is_open in (("max_length", info.max_length is None), ("validation_share", not info.validation_share)):
@@ -249,7 +277,7 @@ def _read_data(
         validation = held_cache.corpus
     if options.data_share < 1:
         _, cache = split_cache(cache, options.data_share, options.seed + 1)
-    return cache.corpus, validation, cache, held_cache
+    return cache.corpus, validation, cache, held_cache, None
 
 
 def _read_sources(
@@ -271,11 +299,16 @@ def split_cache(cache: FeatureCache, share: float, seed: int) -> tuple[FeatureCa
 
 
 def _features(
-    target: Target, corpus: Corpus, options: TrainOptions, taps: tuple[int, ...], cache: FeatureCache | None
+    target: Target,
+    data: Corpus | StreamedBatches,
+    options: TrainOptions,
+    taps: tuple[int, ...],
+    cache: FeatureCache | None,
 ) -> FeatureSource:
     tokens, seed = options.tokens_per_batch, options.seed
     if cache is None:
-        return OnlineFeatures(target, Batches(corpus, tokens, options.max_length, seed), taps)
+        batches = Batches(data, tokens, options.max_length, seed) if isinstance(data, Corpus) else data
+        return OnlineFeatures(target, batches, taps)
     return CachedFeatures(cache, taps, tokens, seed, device=target.device, dtype=target.dtype)
 
 

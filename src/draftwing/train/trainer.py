@@ -39,6 +39,7 @@ from draftwing.storage import check_regular, locked, replacing, write_text, writ
 from draftwing.train.features import FeatureBatch, FeatureSource
 from draftwing.train.loss import Truth, loss_of
 from draftwing.train.options import TrainOptions
+from draftwing.train.stream import StreamedBatches
 
 CHECKPOINT = "checkpoint.pt"
 
@@ -138,6 +139,7 @@ class Trainer:
         evaluate: called on the main process with the net that would be saved; returns metrics such as ``tau``.
         accelerator: None makes one for ``options.precision``.
         describe: stored in the head as a description of its training.
+        stream: the data of ``source`` if it is streamed; its position is stored in checkpoints.
     """
 
     def __init__(
@@ -152,9 +154,11 @@ class Trainer:
         evaluate: Callable[[DraftNet], dict[str, Any]] | None = None,
         accelerator: Accelerator | None = None,
         describe: dict[str, Any] | None = None,
+        stream: StreamedBatches | None = None,
     ) -> None:
         from accelerate import Accelerator
 
+        self._stream = stream
         self.net, self.source, self.options, self.out = net, source, options, out
         self.accelerator = accelerator or Accelerator(mixed_precision=options.precision)
         # Called on the main process: after every iteration, and with the head's folder whenever the head was written.
@@ -230,6 +234,7 @@ class Trainer:
                 "average": self._average,
                 "input_sizes": self._sizes,
                 "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+                "stream": None if self._stream is None else self._stream.position,
             },
         )
         evaluated = {name: self._evaluated[name] for name in EVALUATED if name in self._evaluated}
@@ -257,6 +262,13 @@ class Trainer:
         if state is not None:
             check_arguments(_STATE, state, CheckpointError)
             self.options.check_resumes(state["options"], str(self.out))
+            if (self._stream is None) != (state.get("stream") is None):
+                raise CheckpointError(
+                    f"{self.out} holds a run on data that was{' not' * (self._stream is not None)} streamed: give the "
+                    f"same --data, or choose another --out"
+                )
+            if self._stream is not None:
+                self._stream.restore(state["stream"])
             self.net.load_state_dict(state["net"])
             calibration = Calibration(**state["calibration"])
             self.net.config = dataclasses.replace(self.net.config, calibration=calibration)
