@@ -245,19 +245,6 @@ def test_the_entries_that_go_on_are_those_of_the_full_run(version, share):
     assert len(kept) > round(10 * share)  # not the same ones in every update
 
 
-def test_noise_is_uniform_and_on_the_features_alone():
-    net = random_net(1)
-    ids, features = random_text(net)
-    torch.manual_seed(5)
-    found = run_unroll(net, ids, features, noise=0.2)
-    torch.manual_seed(5)
-    features = features.clone()
-    features[:, :-2] += (torch.rand(2, LENGTH - 2, HIDDEN, dtype=torch.float64) - 0.5) * 0.2
-    for (_, *one), (_, *other) in zip(found, run_unroll(net, ids, features), strict=True):
-        assert torch.equal(one[0], other[0])
-        assert torch.equal(one[1], other[1])
-
-
 # --- the drafter sees what training saw ------------------------------------------------------------------------------
 
 

@@ -85,7 +85,6 @@ def unroll(
     ids: Tensor,
     features: Tensor,
     num_steps: int,
-    noise: float = 0.0,
     later_share: float = 1.0,
 ) -> Iterator[UnrollStep]:
     """Run ``net`` for ``num_steps`` steps, each on the states of the one before, with gradients through all of them.
@@ -93,17 +92,13 @@ def unroll(
     Entry i of step s is valid if i + 2 + s < T.
 
     Args:
-        ids: (B, T); ``features`` (B, T, F) are the target's, of the same tokens.
-        noise: width of the uniform noise added to the features (EAGLE-1: 0.2, that is +-0.1).
+        ids: (B, T); ``features`` (B, T, F) or (B, E, F) are the target's, of the same tokens.
         later_share: share of the entries, drawn at random, that continue after step 0. Entries of later steps do not
             see each other, so the loss stays unbiased, and an update costs less.
     """
     rows, length = ids.shape
     count = length - 2
-    read = features[:, :count]
-    if noise:
-        read = read + (torch.rand_like(read) - 0.5) * noise
-    states = net.fuse(read.reshape(rows * count, -1))
+    states = net.fuse(features[:, :count].reshape(rows * count, -1))
     shape, rotary = net.shape, net.rotary
     first = 1 if shape.is_shifted else 0
     padded = torch.cat([ids, ids.new_zeros(rows, num_steps)], 1)

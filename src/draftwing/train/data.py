@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
@@ -59,7 +59,7 @@ class DataSet:
 
     name: str  # without credentials
     path: str  # id on the Hub, or ``parquet``
-    options: Mapping[str, Any]  # of ``load_dataset``
+    options: Mapping[str, Any]  # arguments of ``load_dataset``
 
     @classmethod
     def at(cls, source: str | Path) -> DataSet | None:
@@ -101,7 +101,7 @@ class DataSet:
             yield
         except DraftwingError:
             raise
-        except Exception as error:  # of many kinds: those of the Hub's client, pyarrow and the builders
+        except Exception as error:  # raised by the client of the Hub, pyarrow and the builders
             text = " ".join(f"{type(error).__name__}: {error}".split())
             raise DataError(
                 f"{self.name}: cannot be read ({text[:300]}): check its name, ?config= and ?split=, the network and "
@@ -715,11 +715,14 @@ def _part(corpus: Corpus, sections: Sequence[np.ndarray], chosen: np.ndarray) ->
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Rows that are trained on together."""
+    """Rows that are trained on together, or those of them that one process has."""
 
     ids: Tensor  # (B, T) int64, 0 after the end of a row
     mask: Tensor  # (B, T) bool, see ``Example``; False after the end of a row
     lengths: Tensor  # (B,) int64
+    # The rows of the whole batch that these are, and its number of rows. None: these are all.
+    places: slice = field(default_factory=lambda: slice(None))
+    num_rows: int | None = None
 
     @property
     def real(self) -> Tensor:
@@ -727,7 +730,15 @@ class Batch:
         return torch.arange(self.ids.shape[1], device=self.ids.device) < self.lengths[:, None]
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(self.ids.to(device), self.mask.to(device), self.lengths.to(device))
+        return replace(self, ids=self.ids.to(device), mask=self.mask.to(device), lengths=self.lengths.to(device))
+
+    def rand(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """(B, ...) uniform numbers with the type and device of ``like``; ``shape`` is that of a row.
+
+        They are drawn for the whole batch: those of a row do not depend on the number of processes.
+        """
+        rows = torch.rand(self.num_rows or len(self.ids), *shape, dtype=like.dtype, device=like.device)[self.places]
+        return F.pad(rows, (0, 0) * len(shape) + (0, len(self.ids) - len(rows)))  # ``runnable`` may have added one
 
     def examples(self) -> Iterator[Example]:
         """Yield the rows without padding."""
@@ -743,12 +754,14 @@ class Batch:
         if not rows and not tokens:
             return self
         padding = (0, tokens, 0, rows)
-        return Batch(F.pad(self.ids, padding), F.pad(self.mask, padding), F.pad(self.lengths, (0, rows)))
+        ids, mask, lengths = F.pad(self.ids, padding), F.pad(self.mask, padding), F.pad(self.lengths, (0, rows))
+        return replace(self, ids=ids, mask=mask, lengths=lengths)
 
 
-def collate(rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Batch:
-    """Pad the ids and masks (T,) of rows to one batch; without rows its shape is (0, 1)."""
+def collate(rows: Sequence[tuple[np.ndarray, np.ndarray]], length: int = 1) -> Batch:
+    """Pad the ids and masks (T,) of rows to one batch, of at least ``length`` tokens."""
     longest = max((len(ids) for ids, _ in rows), default=1)
+    longest = max(longest, length)
     padded = torch.zeros(len(rows), longest, dtype=torch.int64)
     masks = torch.zeros(len(rows), longest, dtype=torch.bool)
     for i, (ids, mask) in enumerate(rows):
@@ -809,8 +822,17 @@ class BatchPlan:
             batches.append(carried)
         return [batches[i] for i in rng.permutation(len(batches))]
 
-    def rows_of_batch(self, number: int, rank: int = 0, world_size: int = 1) -> tuple[int, list[int]]:
-        """Return the epoch and the rows of a batch, counted over all epochs, or one rank's share of the rows."""
+    def collate(
+        self, number: int, make_row: Callable[[int, int], tuple[np.ndarray, np.ndarray]], rank: int, world_size: int
+    ) -> tuple[list[int], Batch]:
+        """Return the numbers of one rank's rows of a batch (possibly none), and a batch of them.
+
+        It has the length of the whole batch, so that what is drawn for a position is the same on all ranks.
+
+        Args:
+            number: of the batch, counted over all epochs.
+            make_row: returns ids and mask (T,) of a row, by epoch and row.
+        """
         if world_size > self._rows_per_batch[-1]:
             raise ConfigError(
                 f"a batch has room for {self._rows_per_batch[-1]} of the longest rows, and there are {world_size} "
@@ -819,7 +841,11 @@ class BatchPlan:
         epoch, index = divmod(number, self.num_batches_per_epoch)
         if self._latest[0] != epoch:
             self._latest = (epoch, self.epoch(epoch))
-        return epoch, self._latest[1][index][rank::world_size].tolist()
+        rows = self._latest[1][index]
+        places = slice(rank, None, world_size)
+        own: list[int] = rows[places].tolist()
+        batch = collate([make_row(epoch, row) for row in own], int(self.lengths[rows].max()))
+        return own, replace(batch, places=places, num_rows=len(rows))
 
 
 class Batches(BatchPlan):
@@ -843,15 +869,14 @@ class Batches(BatchPlan):
         super().__init__(np.asarray(lengths, dtype=np.int64), tokens_per_batch, seed)
 
     def batch(self, number: int, rank: int = 0, world_size: int = 1) -> Batch:
-        """Return a batch, or one rank's rows of it (possibly none); see ``rows_of_batch``."""
-        epoch, rows = self.rows_of_batch(number, rank, world_size)
-        start = int(np.random.default_rng((self.seed, epoch, 1)).integers(max(1, len(self._stream))))
-        return collate([self._row(row, start) for row in rows])
+        """Return a batch, or one rank's rows of it (possibly none); see ``BatchPlan.collate``."""
+        return self.collate(number, self._row, rank, world_size)[1]
 
-    def _row(self, row: int, start: int) -> tuple[np.ndarray, np.ndarray]:
+    def _row(self, epoch: int, row: int) -> tuple[np.ndarray, np.ndarray]:
         if row < len(self._examples):
             example = self._examples[row]
             return example.ids[: self.max_length], example.mask[: self.max_length]
+        start = int(np.random.default_rng((self.seed, epoch, 1)).integers(max(1, len(self._stream))))
         at = (row - len(self._examples)) * self._window
         places = np.arange(at, min(at + self._window, len(self._stream))) + start
         ids = np.concatenate([self._prefix, self._stream.take(places, mode="wrap")])

@@ -43,7 +43,7 @@ from draftwing.methods.net import TargetId
 from draftwing.models.target import Target
 from draftwing.remote import OnProgress, local_copy
 from draftwing.storage import locked, replacing, writing
-from draftwing.train.data import Batch, Batches, BatchPlan, Corpus, Example, collate
+from draftwing.train.data import Batch, Batches, BatchPlan, Corpus, Example
 from draftwing.train.features import FeatureBatch, best_tokens, score_text
 
 INDEX = "index.json"
@@ -348,8 +348,8 @@ class CachedFeatures(BatchPlan):
 
     def batch(self, number: int, rank: int = 0, world_size: int = 1) -> FeatureBatch:
         """See ``FeatureSource``; features are 0 after the end of a row."""
-        _, rows = self.rows_of_batch(number, rank, world_size)
-        batch, info = self.text(number, rank, world_size).runnable(), self._cache.info
+        rows, batch = self._text(number, rank, world_size)
+        batch, info = batch.runnable(), self._cache.info
         shape = (*batch.ids.shape, len(self._columns), info.target.hidden_size)  # (B, T, S, H)
         stored, best = torch.zeros(shape, dtype=DTYPES[info.dtype]), torch.zeros_like(batch.ids)
         for i, row in enumerate(rows):
@@ -361,8 +361,14 @@ class CachedFeatures(BatchPlan):
         return FeatureBatch(batch.to(self._device), features, last, best=best.to(self._device))
 
     def text(self, number: int, rank: int = 0, world_size: int = 1) -> Batch:
-        _, rows = self.rows_of_batch(number, rank, world_size)
-        return collate([(row.ids, row.mask) for row in map(self._cache.row, rows)])
+        return self._text(number, rank, world_size)[1]
+
+    def _text(self, number: int, rank: int, world_size: int) -> tuple[list[int], Batch]:
+        def make_row(epoch: int, row: int) -> tuple[np.ndarray, np.ndarray]:
+            example = self._cache.row(row)
+            return example.ids, example.mask
+
+        return self.collate(number, make_row, rank, world_size)
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------

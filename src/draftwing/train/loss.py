@@ -85,7 +85,7 @@ class Truth:
 
 
 class UnrolledLoss(DraftLoss):
-    """The loss of an unrolled net; see ``unroll`` for its noise and its later share."""
+    """The loss of an unrolled net; see ``unroll`` for its later share."""
 
     def check(self) -> None:
         """Raise ConfigError if the net's own LM head has a bias."""
@@ -97,10 +97,10 @@ class UnrolledLoss(DraftLoss):
 
     def forward(self, scored: Scored, truth: TruthLike, *, agreement: bool = False) -> list[StepSums]:
         dtype, weight = product_dtype(scored.features, self.net.dtype), self.narrow(self.net.head_weight)
-        features = scored.features.to(self.net.dtype)
-        noise, share = (self.noise, self.later_share) if self.training else (0.0, 1.0)
+        features = self.noisy(scored, scored.batch.ids.shape[1] - 2)
+        share = self.later_share if self.training else 1.0
         sums = []
-        for step in unroll(self.net, scored.batch.ids, features, self.num_steps, noise, share):
+        for step in unroll(self.net, scored.batch.ids, features, self.num_steps, share):
             entries, where = truth.rows(step.index, step.entries, of_text=self.objective.of_text)
             result = step_sums(step.read[entries], weight, truth, where, self.objective, dtype, agreement=agreement)
             if self.objective.feature_weight:

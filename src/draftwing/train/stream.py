@@ -109,7 +109,7 @@ class StreamedBatches:
             )
 
     def batch(self, number: int, rank: int = 0, world_size: int = 1) -> Batch:
-        """Return a batch, or one rank's rows of it (possibly none); see ``BatchPlan.rows_of_batch``."""
+        """Return a batch, or one rank's rows of it (possibly none); see ``BatchPlan.collate``."""
         if number < self._first:
             self.restore(None)
         while number >= self._first + self._num_batches:

@@ -310,7 +310,7 @@ class Trainer:
         metrics: dict[str, Any] = {}
         for micro in range(options.accumulation):
             number = self.iteration * options.accumulation + micro
-            torch.manual_seed(noise_seed(options.seed, number, accelerator.process_index))
+            torch.manual_seed(noise_seed(options.seed, number))  # the same for all processes, see ``Batch.rand``
             batch = self.source.batch(number, accelerator.process_index, accelerator.num_processes)
             is_last = micro + 1 == options.accumulation
             with nullcontext() if is_last else accelerator.no_sync(self._wrapped):
@@ -404,8 +404,8 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-def noise_seed(seed: int, number: int, rank: int) -> int:
-    return (seed * 1_000_003 + number) * 1_009 + rank
+def noise_seed(seed: int, number: int) -> int:
+    return (seed * 1_000_003 + number) * 1_009
 
 
 def make_optimizers(net: DraftNet, options: TrainOptions) -> list[torch.optim.Optimizer]:
