@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -142,7 +143,8 @@ def regenerate(
         )
     else:
         choose = taps.chooser()
-        lm = model.load(answers.draft)
+        with progress("loading the target"):
+            lm = model.load(answers.draft)
         tokenizer = lm.tokenizer
         if features is not None:
             identity = target_id(lm.target, tokenizer)
@@ -158,19 +160,8 @@ def regenerate(
             f"the features will have at most about {largest} ({per_token:,} bytes per token), if every answer has "
             f"{answers.max_tokens} tokens"
         )
-    num_done = 0
-
-    def count(done: int, total: int) -> None:
-        nonlocal num_done
-        num_done = done
-        show(done, total)
-
-    try:
-        with progress("answering", token_rate(lambda: answerer.num_tokens), resumes=True) as show:
-            done = run(tasks, answerer, out, cache=cache, on_progress=count)
-    except KeyboardInterrupt:
-        screen.line(f"stopped: {num_done} of {len(tasks)} are done: run the same command again to continue", "yellow")
-        raise
+    with _continued("answering", "prompts", token_rate(lambda: answerer.num_tokens)) as on_progress:
+        done = run(tasks, answerer, out, cache=cache, on_progress=on_progress)
     for problem in answerer.gone if isinstance(answerer, ServerAnswerer) else ():
         screen.line(f"one server went down, the others continued: {problem}", "yellow")
     if as_json:
@@ -184,6 +175,26 @@ def regenerate(
         screen.line(f"{features} has {cache.num_rows} rows, {cache.size}")
         screen.line(f"train on it: draftwing train {taps.method} ... --cache {features}", "dim")
     _report_skipped(done.skipped, "could not be answered")
+
+
+@contextmanager
+def _continued(title: str, unit: str, detail: Callable[[], str] = str) -> Iterator[Callable[[int, int], None]]:
+    """Show progress (see ``progress``); after Ctrl-C, report what is done, which the same command continues."""
+    last = (0, 0)
+
+    def count(done: int, total: int) -> None:
+        nonlocal last
+        last = done, total
+        show(done, total)
+
+    try:
+        with progress(title, detail, resumes=True) as show:
+            yield count
+    except KeyboardInterrupt:
+        done, total = last
+        what = f"{done:,} of {total:,} {unit} are done" if total else "nothing is done yet"
+        screen.line(f"stopped: {what}: run the same command again to continue", "yellow")
+        raise
 
 
 def _report_skipped(skipped: Sequence[tuple[str, str]], what: str) -> None:
@@ -282,10 +293,11 @@ def cache(
         )
     batches = Batches(split(corpus, validation_share, seed)[0], tokens_per_batch, max_length, seed)
     name = target or default_model()
-    model = load_target(folder, dtype=dtype or training_dtype(device), device=device, name=name, prepack=False)
+    with progress("loading the target"):
+        model = load_target(folder, dtype=dtype or training_dtype(device), device=device, name=name, prepack=False)
     layers, identity = choose(model.num_layers), target_id(model, tokenizer)
     screen.line(f"the cache will have {estimate(model, batches, layers)}")
-    with progress("running the target") as on_progress:
+    with _continued("running the target, tokens", "tokens") as on_progress:
         done = write_cache(
             out, model, batches, layers, identity=identity, validation_share=validation_share, on_progress=on_progress
         )
@@ -339,7 +351,8 @@ def import_states(
     name = target or default_model()
     download([folder], progress)
     download_sources(data.sources, progress)
-    model = load_target(place, dtype=dtype, device=device, name=name, prepack=False, layers=False)
+    with progress("loading the ends of the target"):
+        model = load_target(place, dtype=dtype, device=device, name=name, prepack=False, layers=False)
     assert isinstance(model, LeanTarget)  # others cannot be loaded without layers
     dialogues = None
     if data.sources:
@@ -348,7 +361,7 @@ def import_states(
                 data.sources, tokenizer, max_length=model.max_length, exclude=data.exclude, on_progress=on_data
             )
         dialogues = corpus.examples
-    with progress("reading the states, files") as on_progress:
+    with _continued("reading the states, files", "files") as on_progress:
         done = run(
             local_copy(folder), out, model, choose(model.num_layers),
             identity=target_id(model, tokenizer), layers=layers, dialogues=dialogues, on_progress=on_progress,

@@ -526,6 +526,8 @@ def write_cache(
 ) -> CacheWritten:
     """Run the target over one epoch of ``batches`` and store its hidden states; continue a stopped call.
 
+    Ctrl-C loses the present batch only, a kill all of the present shard.
+
     Args:
         folder, target, taps, identity, dtype: see ``GrowingCache``.
         validation_share: of the data, held out of ``batches`` by ``split`` with their seed; stored for readers.
@@ -547,25 +549,31 @@ def write_cache(
         num_kept, done = cache.num_shards, cache.size.num_tokens
         missing = cache.info.size(len(batches.lengths) - cache.num_rows, total - done)
         cache.check_room(missing.num_bytes, "the cache")
-        for number, keys in enumerate(epoch):
-            if all(key in old_rows for key in keys.tolist()):
-                continue
-            batch = batches.batch(number)
-            states, logits = score_text(target, batch.ids.to(target.device), cache.info.states)
-            states, best = states.to(dtype).cpu(), logits.argmax(-1).int().cpu()
-            new_rows = {
-                key: CacheRow(example, states[i, : len(example.ids)], best[i, : len(example.ids)].numpy())
-                for i, (key, example) in enumerate(zip(keys.tolist(), batch.examples(), strict=True))
-                if key not in old_rows
-            }
-            if rows and cache.num_bytes_of([*rows.values(), *new_rows.values()]) > shard_bytes:
-                cache.write(cache.free_number, rows)
-                rows = {}
-            rows |= new_rows
-            done += sum(len(row.states) for row in new_rows.values())
-            if on_progress is not None:
-                on_progress(done, total)
+        shard = cache.free_number
+        try:
+            for number, keys in enumerate(epoch):
+                if all(key in old_rows for key in keys.tolist()):
+                    continue
+                batch = batches.batch(number)
+                states, logits = score_text(target, batch.ids.to(target.device), cache.info.states)
+                states, best = states.to(dtype).cpu(), logits.argmax(-1).int().cpu()
+                new_rows = {
+                    key: CacheRow(example, states[i, : len(example.ids)], best[i, : len(example.ids)].numpy())
+                    for i, (key, example) in enumerate(zip(keys.tolist(), batch.examples(), strict=True))
+                    if key not in old_rows
+                }
+                if rows and cache.num_bytes_of([*rows.values(), *new_rows.values()]) > shard_bytes:
+                    cache.write(shard, rows)
+                    rows, shard = {}, cache.free_number
+                rows |= new_rows
+                done += sum(len(row.states) for row in new_rows.values())
+                if on_progress is not None:
+                    on_progress(done, total)
+        except KeyboardInterrupt:
+            if rows:  # which may just have been written as this shard
+                cache.write(shard, rows)
+            raise
         if rows:
-            cache.write(cache.free_number, rows)
+            cache.write(shard, rows)
         cache.write_index()
     return CacheWritten(cache.size, cache.num_shards, num_kept)

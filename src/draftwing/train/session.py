@@ -67,6 +67,7 @@ class Session:
     validation: Corpus
     coverage: float  # share of the training tokens in the draft vocabulary
     is_streamed: bool = False  # ``training`` is only the beginning of the data
+    evaluation: Evaluation | None = None  # None without held-out data
 
     def run(self) -> Progress:
         return self.trainer.run()
@@ -186,9 +187,10 @@ def prepare(
         source = OnPolicyFeatures(source, target, taps, writer, options.own_text, options.seed)
     if files.initial is None and not (out / CHECKPOINT).exists():  # a checkpoint has later weights
         num_batches = min(-(-START_TOKENS // options.tokens_per_batch), source.num_batches_per_epoch)
-        with phase("scoring text for the first weights, batches") as on_progress:
+        with phase("first weights: scoring text and solving, steps") as on_progress:
             scored = map(source.batch, range(num_batches))
-            method_of_net(net).start(net, target.head, _reported(scored, num_batches, on_progress))
+            method_of_net(net).start(net, target.head, _reported(scored, num_batches + 1, on_progress))
+            on_progress(num_batches + 1, num_batches + 1)
     evaluate = None
     if validation.num_tokens:
         held = _features(target, validation, options, taps, held_cache)
@@ -215,14 +217,17 @@ def prepare(
     )  # fmt: skip
     if accelerator.is_main_process:
         sources = () if stream else files.data  # a stream is not read again to find its dialogues
-        prompts = held_out_prompts(validation, tokenizer, sources, options.keep_prompts, exclude=files.exclude)
+        with phase("looking up held-out dialogues, bytes") as on_progress:
+            prompts = held_out_prompts(
+                validation, tokenizer, sources, options.keep_prompts, exclude=files.exclude, on_progress=on_progress
+            )
 
         def add_to_head(head: Path) -> None:
             write_stored(head, prompts)
             write_card(head, seconds=trainer.seconds)  # not in the config, which equals that of an uninterrupted run
 
         trainer.on_saved = add_to_head
-    return Session(trainer, target, tokenizer, training, validation, coverage, is_streamed=stream is not None)
+    return Session(trainer, target, tokenizer, training, validation, coverage, stream is not None, evaluate)
 
 
 def _reported(items: Iterable[T], total: int, on_progress: OnProgress) -> Iterator[T]:
