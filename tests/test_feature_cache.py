@@ -234,6 +234,27 @@ def test_a_killed_run_goes_on(target, corpus, exact, tmp_path, monkeypatch):
     assert len(ran) == 1
 
 
+@pytest.mark.parametrize("stop", [1, 3, 5])
+def test_ctrl_c_loses_one_batch_at_most(stop, target, corpus, exact, tmp_path):
+    seen = []
+
+    def interrupt(done, total):
+        seen.append(done)
+        if len(seen) == stop:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path, target, corpus, on_progress=interrupt)
+    progress = []
+    write(tmp_path, target, corpus, on_progress=lambda *amounts: progress.append(amounts))
+    assert progress[0][0] > seen[-1]
+    assert len(progress) == batches_of(corpus).num_batches_per_epoch - stop
+    rows, cached = FeatureCache(exact), FeatureCache(tmp_path)
+    assert len(rows.lengths) == len(cached.lengths)
+    for number in range(len(rows.lengths)):
+        assert torch.equal(rows.states(number)[0], cached.states(number)[0])
+
+
 def test_what_is_missing_is_made_again(target, corpus, exact, copy):
     shards = sorted(copy.glob("*.safetensors"))
     shards[1].unlink()

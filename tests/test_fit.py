@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 from contextlib import contextmanager
 from dataclasses import replace
@@ -98,14 +99,23 @@ def test_every_phase_before_training_is_reported_with_its_bound(run, target, tmp
     num = session.trainer.source.num_batches_per_epoch
     assert num < 16384 / 512
     assert [title.split(",")[0] for title, _ in phases] == [
-        *("reading the data", "loading the target", "scoring text for the first weights")
+        *("reading the data", "loading the target", "first weights: scoring text and solving"),
+        "looking up held-out dialogues",
     ]
-    assert phases[0][1][-1] == (size := sum(file.stat().st_size for file in run[1:]), size)
-    assert phases[2][1] == [(done, num) for done in range(num + 1)]
+    size = sum(file.stat().st_size for file in run[1:])
+    assert phases[0][1][-1] == (size, size)
+    assert phases[2][1] == [(done, num + 1) for done in range(num + 2)]
+    assert {total for _, total in phases[3][1]} == {size}
+    evaluated = []
+    session.evaluation.on_progress = evaluated.append
     session.run()
+    assert evaluated[0] == "scoring held-out batch 1 of 1"
+    assert re.fullmatch(r"measuring tau, (\d+) of \1 tokens", evaluated[-2])
+    assert not evaluated[-1]
     phases.clear()
     prepare(files, options, tmp_path, **place)  # its checkpoint has later weights
-    assert [title for title, _ in phases] == ["reading the data", "loading the target"]
+    titles = [title.split(",")[0] for title, _ in phases]
+    assert titles == ["reading the data", "loading the target", "looking up held-out dialogues"]
 
 
 @pytest.mark.parametrize("is_fast", [True, False])
@@ -131,17 +141,31 @@ def test_training_takes_bfloat16_where_it_is_fast(is_fast, run, target, tmp_path
     assert chosen == (["bf16", "no"] if is_fast else ["no", "bf16"])
 
 
-def test_ctrl_c_before_training_writes_nothing(run, target, tmp_path, monkeypatch):
+def test_ctrl_c_before_training_keeps_what_there_was(run, target, tmp_path, monkeypatch):
     def stop(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("draftwing.train.session.load_target", stop)
-    args = ["train", "eagle3", "-t", target, "--data", run[1], "-o", tmp_path / "run", "--iterations", 1]
-    args += ["--precision", "no", "--device", "cpu"]
-    stopped = CliRunner().invoke(cli.app, list(map(str, args)))
+    args = [
+        "train",
+        "eagle3",
+        "-t",
+        target,
+        "--data",
+        run[1],
+        "--iterations",
+        1,
+        "--precision",
+        "no",
+        "--device",
+        "cpu",
+    ]
+    stopped = CliRunner().invoke(cli.app, list(map(str, [*args, "-o", tmp_path / "run"])))
     assert stopped.exit_code == 130
-    assert "stopped before the first update: nothing was written" in stopped.stderr
+    assert "stopped before the first update (loading the target): nothing was written" in stopped.stderr
     assert not (tmp_path / "run").exists()
+    stopped = CliRunner().invoke(cli.app, list(map(str, [*args, "-o", run[0]])))
+    assert f"{run[0]} still has the 10 updates of earlier runs" in " ".join(stopped.stderr.split())
 
 
 def test_validation_prompts_are_spread_over_the_held_out_data():

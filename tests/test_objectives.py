@@ -151,7 +151,7 @@ def slow_micro_batch(net, weights, head, found, case, number):
     decay, formula = FORMULAS[options.objective or options.method]
     slow, features = SlowNet(net, weights), found.features.clone()
     drafted = list(range(VOCAB)) if case.target_ids is None else case.target_ids.tolist()
-    torch.manual_seed(noise_seed(options.seed, number, 0))
+    torch.manual_seed(noise_seed(options.seed, number))
     if recipe.noise:  # in +-0.1
         features[:, : LENGTH - 2] += (torch.rand(3, LENGTH - 2, features.shape[2], dtype=torch.float64) - 0.5) * 0.2
     going_on = range(LENGTH - 2)

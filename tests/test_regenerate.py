@@ -537,7 +537,7 @@ def test_the_command_reports_what_ctrl_c_left(folder_of, dialogues, tmp_path, mo
     monkeypatch.setattr(LMAnswerer, "answer", stop)
     stopped = CliRunner().invoke(cli.app, list(map(str, args)))
     assert stopped.exit_code == 130
-    assert "stopped: 1 of 3 are done: run the same command again to continue" in stopped.stderr
+    assert "stopped: 1 of 3 prompts are done: run the same command again to continue" in stopped.stderr
     monkeypatch.undo()
     assert "wrote 2 records" in CliRunner().invoke(cli.app, list(map(str, args))).stderr
 

@@ -310,10 +310,18 @@ SHARED = {
     "ema": 0.5,
     "save_every": 100,
 }
+# What is drawn at random is drawn for rows, not for processes.
+DRAWN = {"method": "eagle1", "unroll_steps": 2, "later_share": 0.5, "accumulation": 2}
 
 
 def test_two_processes_train_as_one(folder, tmp_path):
-    """The same loss, the same weights; one that is told to stop stops both; and they agree on when a timed run ends."""
+    """The same loss, the same weights; one that is told to stop stops both; and they agree on when a timed run ends.
+
+    A run may also be stopped and resumed with another number of processes.
+    """
+    drawn = {name: make(folder, tmp_path / name, dtype=torch.float64, **DRAWN) for name in ("drawn", "grown")}
+    drawn["drawn"].run()
+    assert stop_at(drawn["grown"], 3).run().iteration == 3
     one = make(folder, tmp_path / "one", dtype=torch.float64, **SHARED)
     sizes = [one.source.text(number).ids.shape for number in range(16)]
     assert any(rows < 2 for rows, _ in sizes)  # a batch of which one process has nothing
@@ -335,6 +343,10 @@ def test_two_processes_train_as_one(folder, tmp_path):
     # In float64, so that Adam cannot make much of a last bit.
     assert_same_run(tmp_path / "two", tmp_path / "one", rtol=1e-7, atol=1e-9)
     assert_same_run(tmp_path / "two-stopped", tmp_path / "two", rtol=1e-7, atol=1e-9)
+    assert_same_run(tmp_path / "grown", tmp_path / "drawn", rtol=1e-7, atol=1e-9)
+    assert read_checkpoint(tmp_path / "shrunk")["iteration"] == 4
+    make(folder, tmp_path / "shrunk", dtype=torch.float64, **DRAWN).run()
+    assert_same_run(tmp_path / "shrunk", tmp_path / "drawn", rtol=1e-7, atol=1e-9)
     ends = [json.loads((tmp_path / f"timed-{rank}.json").read_text()) for rank in range(2)]
     assert ends[0] == ends[1]
     assert ends[0]["iteration"] == ends[0]["iterations"] == len(metrics_of(tmp_path / "timed")) >= 7
@@ -352,6 +364,8 @@ def run_rank(folder: Path, out: Path) -> None:
         stopped.source.batch = lambda *at: (setattr(stopped, "stopping", stopped.iteration == 2), batch(*at))[1]
     assert stopped.run().iteration == 3
     make(folder, out / "two-stopped", dtype=torch.float64, **SHARED).run()
+    make(folder, out / "grown", dtype=torch.float64, **DRAWN).run()
+    stop_at(make(folder, out / "shrunk", dtype=torch.float64, **DRAWN), 4).run()
     # A net of which a part is never read: nobody may wait for its gradient.
     assert make(folder, out / "token", inputs="token", fc_norm=True, iterations=3).run().iteration == 3
     # Clocks that do not agree.

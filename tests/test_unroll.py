@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from draftwing.decode import Decoder
 from draftwing.methods.base import Budget
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
 from draftwing.methods.net_drafter import EagleDrafter
-from draftwing.methods.objectives import OBJECTIVES
 from draftwing.methods.unroll import unroll
 from draftwing.models.config import ModelConfig, RopeConfig, read_config
 from draftwing.models.context import FeatureSpec
@@ -22,7 +20,6 @@ from draftwing.models.lean import LeanTarget
 from draftwing.models.linear import Linear
 from draftwing.runtime.forward import EagerRunner
 from draftwing.sampling import Sampling
-from draftwing.train.loss import UnrolledLoss
 from draftwing.tree import PAD
 
 VOCAB, HIDDEN, LENGTH, STEPS = 13, 12, 7, 4
@@ -246,22 +243,6 @@ def test_the_entries_that_go_on_are_those_of_the_full_run(version, share):
                 torch.testing.assert_close(one[:, chosen], other, rtol=1e-12, atol=1e-12)
         kept |= set(thin[1][0])
     assert len(kept) > round(10 * share)  # not the same ones in every update
-
-
-def test_noise_is_uniform_and_on_the_features_alone():
-    net = random_net(1)
-    ids, features = random_text(net)
-    torch.manual_seed(5)
-    loss, scored = UnrolledLoss(net, OBJECTIVES["eagle1"], STEPS, 0.2), SimpleNamespace(features=features)
-    scored.batch = SimpleNamespace(ids=ids)
-    with torch.no_grad():
-        found = [(each.states, each.read) for each in loss.steps(scored, STEPS)]
-    torch.manual_seed(5)
-    features = features.clone()
-    features[:, :-2] += (torch.rand(2, LENGTH - 2, HIDDEN, dtype=torch.float64) - 0.5) * 0.2
-    for one, (_, *other) in zip(found, run_unroll(net, ids, features), strict=True):
-        assert torch.equal(one[0], other[0].flatten(0, 1))
-        assert torch.equal(one[1], other[1].flatten(0, 1))
 
 
 # --- the drafter sees what training saw ------------------------------------------------------------------------------

@@ -164,6 +164,17 @@ def test_rows_that_begin_or_continue_a_dialogue(toy, corpus, ends, tmp_path):
         read(tmp_path / "in", tmp_path / "other", ends, dialogues=strangers)
 
 
+def test_ctrl_c_keeps_the_rows_of_an_import(corpus, states, ends, tmp_path):
+    def interrupt(done, total):
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        read(states, tmp_path, ends, dialogues=corpus.examples, on_progress=interrupt)
+    assert len(FeatureCache(tmp_path).lengths) == 3
+    assert read(states, tmp_path, ends, dialogues=corpus.examples).num_kept == 3
+
+
 def test_an_import_is_continued(corpus, states, ends, tmp_path):
     files = sorted(states.iterdir())
     (tmp_path / "part").mkdir()

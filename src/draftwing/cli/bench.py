@@ -81,7 +81,7 @@ def bench(
     sampled: Sampled,
     sets: list[str] | None = option(
         None,
-        "Questions: a .jsonl or .json file, or a folder of them. Repeatable.",
+        "Questions: a .jsonl or .json file, a folder of them, or a URL. Repeatable.",
         "--set",
         "-s",
         metavar="[NAME=]FILE",
@@ -117,8 +117,11 @@ def bench(
         from draftwing.lab.bench import Plan, describe_settings, open_journal, run
         from draftwing.lab.bench_sets import find_files, read_set
         from draftwing.loading import load
+        from draftwing.remote import download, is_url
 
-        questions = [read_set(name, file) for name, file in find_files([*(sets or ()), *(files or ())]).items()]
+        named = [*(sets or ()), *(files or ())]
+        download((name if is_url(name) else name.partition("=")[2] for name in named), progress)
+        questions = [read_set(name, file) for name, file in find_files(named).items()]
         methods.settings()
         baseline = load(**vars(model), draft="none")
         samplings = sampled.to_samplings(baseline.tokenizer.folder)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from draftwing.cli.progress import progress, token_rate
 from draftwing.errors import ConfigError, shown
 from draftwing.methods.registry import training_method, training_methods
 from draftwing.models.catalogue import default_model
+from draftwing.remote import download, local_copy
 
 if TYPE_CHECKING:
     from draftwing.methods.suffix_array import Store
@@ -62,7 +64,7 @@ class Answers:
     write_batch: Path | None = option(
         None, "Write what is not answered yet to this file, as requests of OpenAI's batch API (vLLM: run-batch)."
     )
-    read_batch: list[Path] | None = option(None, "Read a batch's answers from this file. Repeatable.")
+    read_batch: list[str] | None = option(None, "Read a batch's answers from this file or URL. Repeatable.")
 
     def to_samplings(self) -> list[Sampling]:
         """Return the checked parameters for each temperature."""
@@ -107,8 +109,11 @@ def regenerate(
     from draftwing.train.answer_server import ServerAnswerer
     from draftwing.train.answers import read_tasks
     from draftwing.train.answers import regenerate as run
+    from draftwing.train.data import download_sources
     from draftwing.train.feature_cache import GrowingCache
 
+    download_sources(data.sources, progress)
+    download(answers.read_batch or [], progress)
     samplings = answers.to_samplings()
     answerer: LMAnswerer | ServerAnswerer
     tokenizer = cache = None
@@ -138,7 +143,8 @@ def regenerate(
         )
     else:
         choose = taps.chooser()
-        lm = model.load(answers.draft)
+        with progress("loading the target"):
+            lm = model.load(answers.draft)
         tokenizer = lm.tokenizer
         if features is not None:
             identity = target_id(lm.target, tokenizer)
@@ -154,19 +160,8 @@ def regenerate(
             f"the features will have at most about {largest} ({per_token:,} bytes per token), if every answer has "
             f"{answers.max_tokens} tokens"
         )
-    num_done = 0
-
-    def count(done: int, total: int) -> None:
-        nonlocal num_done
-        num_done = done
-        show(done, total)
-
-    try:
-        with progress("answering", token_rate(lambda: answerer.num_tokens), resumes=True) as show:
-            done = run(tasks, answerer, out, cache=cache, on_progress=count)
-    except KeyboardInterrupt:
-        screen.line(f"stopped: {num_done} of {len(tasks)} are done: run the same command again to continue", "yellow")
-        raise
+    with _continued("answering", "prompts", token_rate(lambda: answerer.num_tokens)) as on_progress:
+        done = run(tasks, answerer, out, cache=cache, on_progress=on_progress)
     for problem in answerer.gone if isinstance(answerer, ServerAnswerer) else ():
         screen.line(f"one server went down, the others continued: {problem}", "yellow")
     if as_json:
@@ -180,6 +175,26 @@ def regenerate(
         screen.line(f"{features} has {cache.num_rows} rows, {cache.size}")
         screen.line(f"train on it: draftwing train {taps.method} ... --cache {features}", "dim")
     _report_skipped(done.skipped, "could not be answered")
+
+
+@contextmanager
+def _continued(title: str, unit: str, detail: Callable[[], str] = str) -> Iterator[Callable[[int, int], None]]:
+    """Show progress (see ``progress``); after Ctrl-C, report what is done, which the same command continues."""
+    last = (0, 0)
+
+    def count(done: int, total: int) -> None:
+        nonlocal last
+        last = done, total
+        show(done, total)
+
+    try:
+        with progress(title, detail, resumes=True) as show:
+            yield count
+    except KeyboardInterrupt:
+        done, total = last
+        what = f"{done:,} of {total:,} {unit} are done" if total else "nothing is done yet"
+        screen.line(f"stopped: {what}: run the same command again to continue", "yellow")
+        raise
 
 
 def _report_skipped(skipped: Sequence[tuple[str, str]], what: str) -> None:
@@ -198,7 +213,7 @@ def _regenerate_in_batches(
 
     if answers.write_batch is not None and answers.served_model is None:
         raise ConfigError("--write-batch needs --served-model: the name under which the service knows the target")
-    if answers.write_batch in (answers.read_batch or []):
+    if str(answers.write_batch) in (answers.read_batch or []):
         raise ConfigError(f"{answers.write_batch}: is read and written at once: give another file to --write-batch")
     answerer, result = BatchAnswerer(answers.read_batch or []), {}
     if answers.read_batch:
@@ -265,22 +280,24 @@ def cache(
     from draftwing.loading import load_target, training_dtype
     from draftwing.models.resolve import resolve
     from draftwing.text.tokenizer import Tokenizer
-    from draftwing.train.data import Batches, read_examples, split
+    from draftwing.train.data import Batches, download_sources, read_examples, split
     from draftwing.train.feature_cache import estimate, write_cache
 
     choose = taps.chooser()
     folder = resolve(target)
     tokenizer = Tokenizer(folder)
+    download_sources(data.sources, progress)
     with progress("reading the data") as on_data:
         corpus = read_examples(
             data.sources, tokenizer, max_length=max_length, exclude=data.exclude, on_progress=on_data
         )
     batches = Batches(split(corpus, validation_share, seed)[0], tokens_per_batch, max_length, seed)
     name = target or default_model()
-    model = load_target(folder, dtype=dtype or training_dtype(device), device=device, name=name, prepack=False)
+    with progress("loading the target"):
+        model = load_target(folder, dtype=dtype or training_dtype(device), device=device, name=name, prepack=False)
     layers, identity = choose(model.num_layers), target_id(model, tokenizer)
     screen.line(f"the cache will have {estimate(model, batches, layers)}")
-    with progress("running the target") as on_progress:
+    with _continued("running the target, tokens", "tokens") as on_progress:
         done = write_cache(
             out, model, batches, layers, identity=identity, validation_share=validation_share, on_progress=on_progress
         )
@@ -297,7 +314,7 @@ def cache(
 def import_states(
     data: Data,
     taps: TapOptions,
-    folder: Path = argument(..., "Folder of the files that the engine wrote (vLLM's shared_storage_path)."),
+    folder: str = argument(..., "Folder (or its URL) of the engine's files: vLLM's shared_storage_path."),
     engine: str = option(..., "The engine: vllm (its method extract_hidden_states).", "--from"),
     out: Path = option(..., "Folder of the cache: run again to continue.", "-o"),
     target: str | None = TARGET,
@@ -324,7 +341,7 @@ def import_states(
     from draftwing.models.lean import LeanTarget
     from draftwing.models.resolve import resolve
     from draftwing.text.tokenizer import Tokenizer
-    from draftwing.train.data import read_examples
+    from draftwing.train.data import download_sources, read_examples
     from draftwing.train.vllm_states import import_states as run
 
     if engine != "vllm":
@@ -332,7 +349,10 @@ def import_states(
     choose, layers, place = taps.chooser(), parse_taps(layer_ids, "--layer-ids"), resolve(target)
     tokenizer = Tokenizer(place)
     name = target or default_model()
-    model = load_target(place, dtype=dtype, device=device, name=name, prepack=False, layers=False)
+    download([folder], progress)
+    download_sources(data.sources, progress)
+    with progress("loading the ends of the target"):
+        model = load_target(place, dtype=dtype, device=device, name=name, prepack=False, layers=False)
     assert isinstance(model, LeanTarget)  # others cannot be loaded without layers
     dialogues = None
     if data.sources:
@@ -341,9 +361,9 @@ def import_states(
                 data.sources, tokenizer, max_length=model.max_length, exclude=data.exclude, on_progress=on_data
             )
         dialogues = corpus.examples
-    with progress("reading the states, files") as on_progress:
+    with _continued("reading the states, files", "files") as on_progress:
         done = run(
-            folder, out, model, choose(model.num_layers),
+            local_copy(folder), out, model, choose(model.num_layers),
             identity=target_id(model, tokenizer), layers=layers, dialogues=dialogues, on_progress=on_progress,
         )  # fmt: skip
     if as_json:
@@ -382,9 +402,11 @@ def build(
     from draftwing.methods.suffix_array import check_new_datastore
     from draftwing.models.resolve import resolve
     from draftwing.text.tokenizer import Tokenizer
+    from draftwing.train.data import download_sources
     from draftwing.train.datastore import build_datastore, read_texts
 
     check_new_datastore(out)
+    download_sources(files, progress)
     tokenizer = Tokenizer(resolve(target))
     with progress("reading the texts, bytes") as on_progress:
         texts = read_texts(files, tokenizer, exclude=exclude, on_progress=on_progress)

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from draftwing.cli import screen
 from draftwing.cli.options import DRAFT, JSON, PROMPTS, Drafting, Model, SamplingOptions, argument, option, with_options
+from draftwing.cli.progress import progress
 from draftwing.cli.screen import format_figures, print_table
 from draftwing.errors import ConfigError, PromptError, shown
+from draftwing.remote import download
 
 if TYPE_CHECKING:
     from draftwing.lm import LM
@@ -58,7 +60,7 @@ def generate(
     sampling: SamplingOptions,
     constraint: ConstraintOptions,
     prompt: str | None = argument(None, "The prompt; or use --prompts or stdin."),
-    prompts: Path | None = PROMPTS,
+    prompts: str | None = PROMPTS,
     draft: str | None = DRAFT,
     logprobs: int | None = option(None, "Show log-probabilities of each token and the N best.", panel="Sampling"),
     compare: bool = option(False, "Afterwards decode without drafts: report the speedup, and if the text is the same."),
@@ -135,12 +137,13 @@ def token_namer(lm: LM) -> Callable[[int], str]:
     return lambda token: repr(lm.tokenizer.decode([token], skip_special_tokens=False))
 
 
-def _read(prompt: str | None, file: Path | None) -> Sequence[Prompt]:
+def _read(prompt: str | None, file: str | None) -> Sequence[Prompt]:
     from draftwing.text.prompts import check_text, read_prompts
 
     if prompt is not None and file is not None:
         raise PromptError("found two prompts: give either the argument or --prompts")
     if file is not None:
+        download([file], progress)
         return read_prompts(file)
     if prompt is None:
         if sys.stdin is not None and sys.stdin.isatty():

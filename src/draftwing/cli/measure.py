@@ -206,7 +206,7 @@ NUM_COLLECTED, NUM_MEASURED, NUM_FORMULAS = 40, 20, 4  # default numbers of prom
 
 @dataclass(frozen=True)
 class PredictionOptions:
-    prompts: Path | None = PROMPTS
+    prompts: str | None = PROMPTS
     num_prompts: int | None = option(
         None,
         f"Use only the first N prompts. [default: {NUM_COLLECTED} with --collect, {NUM_MEASURED} with --measure, "
@@ -377,7 +377,7 @@ tune_app = typer.Typer(no_args_is_help=True, help="Tune a draft by measuring on 
 @dataclass(frozen=True)
 class Search:
     out: Path = option(..., "Folder for the layers, which --draft then takes.", "-o")
-    data: Path | None = option(None, "Held-out prompts: a text or .jsonl file. [default: prompts that ship]")
+    data: str | None = option(None, "Held-out prompts: a text or .jsonl file. [default: prompts that ship]")
     num_prompts: int = option(8, "Use only the first N prompts.", min=1)
     max_tokens: int = option(64, "Number of tokens that the target writes after each prompt.", "-n", min=8)
     trials: int = option(200, "Number of sets to try, including those of a stopped run.", min=1)

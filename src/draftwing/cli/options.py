@@ -314,21 +314,24 @@ def _parse_bias(text: str) -> tuple[int, float]:
         raise ConfigError(f"--logit-bias must be ID:VALUE (such as 42:-1.5), found {text!r}") from None
 
 
-PROMPTS = option(None, "Text file (one prompt), .jsonl file (one per line), or - for stdin.")
+PROMPTS = option(None, "Text file (one prompt), .jsonl file (one per line), a URL of one, or - for stdin.")
 
 
 @dataclasses.dataclass(frozen=True)
 class Examples:
-    prompts: Path | None = PROMPTS
+    prompts: str | None = PROMPTS
     num_prompts: int = option(10, "Use only the first N prompts.", min=1)
 
     def read(self, target: str | None) -> Sequence[Prompt]:
         """Read the file, or the prompts that ship: questions for a chat model, else beginnings of Python files."""
+        from draftwing.cli.progress import progress
         from draftwing.loading import find_model
+        from draftwing.remote import download
         from draftwing.text.prompts import read_prompts, shipped_prompts, shipped_questions
         from draftwing.text.tokenizer import Tokenizer
 
         if self.prompts:
+            download([self.prompts], progress)
             return read_prompts(self.prompts, self.num_prompts)
         shipped = shipped_questions if Tokenizer(find_model(target)[0]).has_chat_template else shipped_prompts
         return shipped(self.num_prompts)
@@ -339,7 +342,8 @@ class Data:
     data: list[str] | None = option(
         None,
         "JSONL of dialogues (conversations, messages, turns, prompt and completion, question and answer, instruction "
-        "and output) or texts, plain text files, or folders of them; repeatable.",
+        "and output) or texts, plain text files, or folders or URLs of them. Streamed: Parquet files, and "
+        "hf://datasets/org/name?split=NAME. Repeatable.",
     )
     exclude: Path | None = option(None, "File of names (globs, or prefix/) to leave out of folders.", expert=True)
 

@@ -23,6 +23,7 @@ from draftwing.cli import screen
 from draftwing.cli.screen import format_alpha, new_console
 
 if TYPE_CHECKING:
+    from draftwing.train.evaluate import Evaluation
     from draftwing.train.trainer import Progress as TrainProgress
 
 EVERY = 30.0  # seconds between two lines in a file or pipe
@@ -82,13 +83,13 @@ class _Counter:
 
     def text(self) -> str:
         elapsed = time.perf_counter() - self._began
+        detail = f", {text}" if (text := self._detail()) else ""
         if not self._done and not self._total:
-            return f"{self._title}, {_clock(elapsed)} so far"
+            return f"{self._title}{detail}, {_clock(elapsed)} so far"
         done_now = self._done - (self._done_before or 0)
         seconds = elapsed * (self._total - self._done) / done_now if self._total and done_now else None
         left = "" if seconds is None else f", about {_clock(seconds)} left"
         of = f" of {self._total:,}" if self._total else ""
-        detail = f", {text}" if (text := self._detail()) else ""
         return f"{self._title}: {self._done:,}{of}{detail}, {_clock(elapsed)} so far{left}"
 
 
@@ -118,11 +119,21 @@ def _print_regularly(text: Callable[[], str]) -> Iterator[None]:
 
 
 @contextmanager
-def training() -> Iterator[Callable[[TrainProgress], None]]:
-    """Show a training run; yields a function to call after every iteration. Evaluations are printed at once."""
+def training(evaluation: Evaluation | None = None) -> Iterator[Callable[[TrainProgress], None]]:
+    """Show a training run; yields a function to call after every iteration. Evaluations are printed at once.
+
+    What an ``evaluation`` does at present is shown too, as no iteration ends meanwhile.
+    """
     mean_loss: float | None = None
-    text = agreement = ""
-    with progress("training", lambda: text, resumes=True) as show:
+    text = agreement = evaluating = ""
+
+    def on_evaluation(what: str) -> None:
+        nonlocal evaluating
+        evaluating = what and f"evaluating: {what}; "
+
+    if evaluation is not None:
+        evaluation.on_progress = on_evaluation
+    with progress("training", lambda: evaluating + (text or "the first update"), resumes=True) as show:
 
         def on_progress(step: TrainProgress) -> None:
             nonlocal mean_loss, text, agreement

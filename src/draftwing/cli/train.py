@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import shlex
 import signal
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -47,10 +47,10 @@ _STEPS = ", ".join(f"{name} {way.unroll_steps}" for name, (_, way) in training_m
 class Run:
     out: Path = option(..., "Folder of the run: checkpoint, metrics, curves, head/.", "-o")
     target: str | None = TARGET
-    cache: Path | None = option(
+    cache: str | None = option(
         None,
         "Features of `draftwing data cache` (with its --data), or of `data regenerate --features` or `data "
-        "import-states` (without).",
+        "import-states` (without): a folder or its URL.",
     )
     ends_only: bool = option(
         False,
@@ -128,6 +128,13 @@ def train(
 
     options = TrainOptions(method, save_every=50, **{**asdict(training), "taps": parse_taps(training.taps)})
     files = RunFiles(run.target, data.sources, data.exclude, run.cache, run.init_from, run.licence)
+    title = ""
+
+    def phase(name: str) -> AbstractContextManager[Callable[[int, int], None]]:
+        nonlocal title
+        title = name.partition(",")[0]
+        return progress.progress(name)
+
     try:
         session = prepare(
             files,
@@ -136,10 +143,10 @@ def train(
             dtype=run.dtype,
             device=run.device,
             layers=not run.ends_only,
-            phase=progress.progress,
+            phase=phase,
         )
     except KeyboardInterrupt:
-        screen.line("stopped before the first update: nothing was written", "yellow")
+        _report_no_update(run.out, title)
         raise
     is_main = session.trainer.accelerator.is_main_process
     if is_main:
@@ -147,6 +154,9 @@ def train(
     done = _run(session, run.out if is_main else None)
     if not is_main:
         return
+    if not done.iteration:
+        _report_no_update(run.out, "training")
+        raise typer.Exit(130)
     finished = done.iteration >= done.iterations
     if finished and run.forecast_prompts and not run.ends_only:
         _collect_statistics(session, run.forecast_prompts)
@@ -163,10 +173,21 @@ def train(
         raise typer.Exit(130)
 
 
+def _report_no_update(out: Path, phase: str) -> None:
+    """Report what a run keeps that is stopped before it has trained."""
+    from draftwing.train.trainer import CHECKPOINT, read_metrics
+
+    kept = "nothing was written, downloads are kept"
+    if (out / CHECKPOINT).exists():
+        last = max((line["iteration"] for line in read_metrics(out)), default=0)
+        kept = f"{out} still has the {last} updates of earlier runs"
+    screen.line(f"stopped before the first update ({phase or 'starting'}): {kept}", "yellow")
+
+
 def _run(session: Session, out: Path | None) -> Progress:
     """Train until the end or a signal, and log to TensorBoard in ``out``."""
     with ExitStack() as stack:
-        listeners = [stack.enter_context(progress.training())]
+        listeners = [stack.enter_context(progress.training(session.evaluation))]
         stack.enter_context(_stop_on_signals(session.trainer))
         if out is not None:
             listeners.append(stack.enter_context(closing(TensorBoardLog(out))))
@@ -263,7 +284,7 @@ _STATUS_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "unknown"
 def doctor(
     model: Model,
     head: Path = _HEAD,
-    prompts: Path | None = PROMPTS,
+    prompts: str | None = PROMPTS,
     num_prompts: int = option(4, "Use only the first N prompts.", min=1),
     measure: bool = option(True, "Decode a few prompts with the head.", "--measure/--no-measure"),
     as_json: bool = JSON,
@@ -282,6 +303,7 @@ def doctor(
     from draftwing.lab.fit import measure_fit, trial_of
     from draftwing.loading import find_model, load
     from draftwing.methods.registry import diagnose
+    from draftwing.remote import public_name
     from draftwing.text.prompts import read_prompts
 
     head = _head_folder(head, model.target)
@@ -291,7 +313,8 @@ def doctor(
     if measure and not failed:
         lm = load(**vars(model), draft=head)
         given = None if prompts is None else read_prompts(prompts, num_prompts)
-        fit = measure_fit(lm, trial_of(head, lm.tokenizer, num_prompts, given, where=str(prompts)))
+        where = "" if prompts is None else public_name(prompts)
+        fit = measure_fit(lm, trial_of(head, lm.tokenizer, num_prompts, given, where=where))
         failed = fit.verdict == "does not fit"
     if as_json:
         rows = [asdict(finding) for finding in findings]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from draftwing.errors import CheckpointError, ConfigError, PromptError, shown
+from draftwing.remote import is_url, local_copy
 from draftwing.text.prompts import check_text, read_entries, read_record
 
 # The categories of MT-bench, which Spec-Bench contains and reports as one task.
@@ -75,17 +76,17 @@ def find_files(arguments: Sequence[str]) -> dict[str, Path]:
     """Find question files, by the name of their set.
 
     Args:
-        arguments: each is ``NAME=FILE``, a file (its name is the set's) or a folder, which gives its
+        arguments: each is ``NAME=FILE``, a file (or its URL) (its name is the set's) or a folder, which gives its
             ``question.jsonl``, else its ``.jsonl`` and ``.json`` files and each ``question.jsonl`` one folder below.
     """
     sets: dict[str, Path] = {}
     for argument in arguments:
         prefix, equals, rest = argument.partition("=")
-        if not equals or Path(argument).exists():  # a file may have = in its name
+        if not equals or is_url(argument) or Path(argument).exists():  # a file may have = in its name
             prefix, rest = "", argument
         elif not prefix.strip() or not rest:
             raise ConfigError(f"--set must be NAME=FILE, FILE or a folder, found {shown(argument)}")
-        path = Path(rest)
+        path = local_copy(rest)
         files = _files_in(path) if path.is_dir() else [path]
         if prefix and len(files) > 1:
             raise ConfigError(

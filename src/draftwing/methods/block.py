@@ -202,7 +202,7 @@ class BlockLoss(DraftLoss):
     def steps(self, scored: Scored, num_steps: int) -> Iterator[StepGuesses]:
         entries = self.entries(scored)
         ids = F.pad(scored.batch.ids, (0, self.net.num_levels))  # the last entries' blocks reach beyond the text
-        levels = self.net.levels(ids, self.noisy(scored.features), entries, min(num_steps, self.num_steps))
+        levels = self.net.levels(ids, self.noisy(scored), entries, min(num_steps, self.num_steps))
         for level, (read, weight) in enumerate(levels):
             yield StepGuesses(level, entries, read, weight)
 

@@ -166,7 +166,7 @@ class MtpLoss(DraftLoss):
     def steps(self, scored: Scored, num_steps: int) -> Iterator[StepGuesses]:
         net, ids = self.net, scored.batch.ids
         rows, count, shape = ids.shape[0], ids.shape[1] - 2, net.shape
-        states = self.noisy(scored.features[:, :count]).reshape(rows * count, -1)
+        states = self.noisy(scored, count).reshape(rows * count, -1)
         padded, entries = F.pad(ids, (0, len(net.chain))), torch.arange(count, device=ids.device)
         positions = entries.repeat(rows)
         for step, module in enumerate(islice(net.modules_in_order, num_steps)):

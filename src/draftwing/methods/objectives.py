@@ -250,11 +250,11 @@ class DraftLoss(nn.Module):
         """Return the rows of an LM head that the loss looks at."""
         return weight if self._narrowed is None else weight[self._narrowed]
 
-    def noisy(self, features: Tensor) -> Tensor:
-        """Return the target's features in the network's dtype, with noise in training."""
-        features = features.to(self.net.dtype)
+    def noisy(self, scored: Scored, count: int | None = None) -> Tensor:
+        """(B, T, F) the target's features, of the first ``count`` tokens, in the network's dtype; noisy in training."""
+        features: Tensor = scored.features[:, :count].to(self.net.dtype)
         if self.noise and self.training:
-            features = features + (torch.rand_like(features) - 0.5) * self.noise
+            features = features + (scored.batch.rand(features.shape[1:], features) - 0.5) * self.noise
         return features
 
 
@@ -290,7 +290,7 @@ class AlignedLoss(DraftLoss):
         net, ids = self.net, scored.batch.ids
         rows, length = ids.shape
         shape, positions = net.shape, torch.arange(length, device=ids.device).repeat(rows)
-        states = net.fuse(self.noisy(scored.features).flatten(0, 1)) if net.config.taps else None
+        states = net.fuse(self.noisy(scored).flatten(0, 1)) if net.config.taps else None
         # Every text is read as one prompt, as the target reads it.
         cis = net.rotary.cis(positions, torch.full_like(positions, length), upto=length).view(rows * length, 1, -1)
         attend = CausalAttention(rows, length, shape.windows, max(shape.head_dim, 1) ** -0.5, cis)

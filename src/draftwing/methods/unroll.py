@@ -86,7 +86,7 @@ def unroll(
     Entry i of step s is valid if i + 2 + s < T.
 
     Args:
-        ids: (B, T); ``features`` (B, T, F) are the target's, of the same tokens.
+        ids: (B, T); ``features`` (B, T, F) or (B, E, F) are the target's, of the same tokens.
         later_share: share of the entries, drawn at random, that continue after step 0. Entries of later steps do not
             see each other, so the loss stays unbiased, and an update costs less.
     """

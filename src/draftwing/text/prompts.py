@@ -14,6 +14,7 @@ from typing import Any
 
 from draftwing.checks import MAX_TOKENS, listed, pairs
 from draftwing.errors import CheckpointError, DraftwingError, PromptError, shown
+from draftwing.remote import local_copy
 from draftwing.shipped import SHIPPED
 from draftwing.storage import parse_json
 
@@ -285,12 +286,13 @@ def _to_list(array: Any) -> object:
 
 
 def read_prompts(source: Path | str, limit: int | None = None) -> list[Prompt]:
-    """Return the prompts of a file, or of standard input (``-``).
+    """Return the prompts of a file, also at a URL, or of standard input (``-``).
 
     A ``.jsonl`` file (or text whose first line is a JSON object) has one prompt per line, a ``.json`` file a list of
     them, each in any form of ``read_record``. A dialogue is a prompt up to its last question, ``turns`` up to the
     first. Anything else is one prompt.
     """
+    source = local_copy(source)
     text = _read_text(source)
     if not _has_entries(text, source):
         return [check_text(text)]
@@ -299,6 +301,7 @@ def read_prompts(source: Path | str, limit: int | None = None) -> list[Prompt]:
 
 def read_entries(source: Path | str) -> list[tuple[str, Any]]:
     """Return place (for messages) and value of each entry of a JSON file. Raises as ``read_prompts`` does."""
+    source = local_copy(source)
     text = _read_text(source)
     if not _has_entries(text, source):
         raise PromptError(f"{source}: expected one JSON object per line, found plain text: give a .jsonl file")

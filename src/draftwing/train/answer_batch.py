@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from draftwing.errors import DataError
+from draftwing.remote import local_copy, public_name
 from draftwing.sampling import Sampling
 from draftwing.storage import parse_json, replacing, writing
 from draftwing.text.prompts import Message
@@ -45,26 +46,26 @@ class BatchAnswerer:
         DataError: a file cannot be read, or has not one answer to a request of ``write_requests``.
     """
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    def __init__(self, files: Sequence[str | Path]) -> None:
         self._answers: dict[tuple[str, int], _Answer] = {}
         self.unread: list[tuple[str, str]] = []
         self.num_open = 0
         for file in files:
-            self._read(Path(file))
+            self._read(local_copy(file), public_name(file))
 
-    def _read(self, path: Path) -> None:
+    def _read(self, path: Path, name: str) -> None:
         num_read = 0
         try:
             with path.open("rb") as lines:
                 for number, line in enumerate(lines, 1):
                     if line.strip():
-                        num_read += self._add(line, f"{path}, line {number}")
+                        num_read += self._add(line, f"{name}, line {number}")
         except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error}): give a file of answers, JSONL") from error
+            raise DataError(f"{name}: cannot be read ({error}): give a file of answers, JSONL") from error
         if not num_read:
             why = f" ({': '.join(self.unread[0])})" if self.unread else ""
             raise DataError(
-                f"{path}: has no answer to a request of --write-batch{why}: give the file that the batch wrote"
+                f"{name}: has no answer to a request of --write-batch{why}: give the file that the batch wrote"
             )
 
     def _add(self, line: bytes, where: str) -> bool:

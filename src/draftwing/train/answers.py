@@ -24,11 +24,12 @@ import numpy as np
 from tokenizers import Tokenizer as FastTokenizer
 
 from draftwing.errors import ConfigError, DataError
+from draftwing.remote import OnProgress, public_name
 from draftwing.sampling import Sampling
 from draftwing.storage import locked, writing
 from draftwing.text.prompts import Message
 from draftwing.text.tokenizer import Tokenizer
-from draftwing.train.data import DataRecord, OnProgress, bare_tokenizer, find_files, read_records
+from draftwing.train.data import DataRecord, bare_tokenizer, find_files, read_records
 from draftwing.train.feature_cache import CacheRow, GrowingCache
 
 CHARACTERS_PER_TOKEN = 4  # if there is no tokenizer
@@ -165,7 +166,8 @@ def read_tasks(
         if limit is not None and len(tasks) >= limit:
             break
     if not tasks:
-        raise DataError(f"{', '.join(map(str, sources))}: there is nothing to answer: give user turns, or documents")
+        names = ", ".join(map(public_name, sources))
+        raise DataError(f"{names}: there is nothing to answer: give user turns, or documents")
     return list(tasks.values())[:limit]
 
 

@@ -1,4 +1,4 @@
-"""Training data: source files, their documents and dialogues as token ids, and batches of them."""
+"""Training data: sources, their documents and dialogues as token ids, and batches of them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from urllib.parse import parse_qsl
 
 import numpy as np
 import torch
@@ -21,14 +23,17 @@ from tokenizers import Encoding, processors
 from tokenizers import Tokenizer as FastTokenizer
 from torch import Tensor
 
-from draftwing.errors import ConfigError, DataError, TokenizerError, shown
+from draftwing.errors import ConfigError, DataError, DraftwingError, TokenizerError, shown
+from draftwing.remote import OnProgress, Phase, download, local_copy, public_name
 from draftwing.storage import parse_json, similar_paths
 from draftwing.text.prompts import FORMS, Message, is_record, read_record
 from draftwing.text.tokenizer import Tokenizer
 
-OnProgress = Callable[[int, int], None]  # called with the amount done and the total
 T = TypeVar("T")
 
+HUB_DATA_SET = re.compile(r"hf://datasets/([^/@?]+(?:/[^/@?]+)?)(?:@([^?]+))?/?(?:\?(.*))?")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+PARQUET = ".parquet"
 SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages"}
 HEAD_BYTES = 8192  # read first, to reject binary files of gigabytes early
 CHUNK_CHARACTERS = 2**21  # encoded in one call: enough for every core, and little memory
@@ -48,13 +53,86 @@ class SourceFile:
     in_folder: bool  # found in a folder, so that it may be skipped if it is not text
 
 
+@dataclass(frozen=True)
+class DataSet:
+    """Records that the package ``datasets`` reads one after another: a data set of the Hub, or Parquet files."""
+
+    name: str  # without credentials
+    path: str  # id on the Hub, or ``parquet``
+    options: Mapping[str, Any]  # arguments of ``load_dataset``
+
+    @classmethod
+    def at(cls, source: str | Path) -> DataSet | None:
+        """Return the data set at ``hf://datasets/org/name[@revision][?config=...&split=...]``; None for other sources.
+
+        The default split is ``train``. Raises DataError for other parameters.
+        """
+        match = HUB_DATA_SET.fullmatch(str(source))
+        if match is None:
+            return None
+        path, revision, query = match.groups()
+        given = dict(parse_qsl(query or "", keep_blank_values=True))
+        if unknown := sorted(given.keys() - {"config", "split"}):
+            raise DataError(f"{source}: unknown parameter {shown(unknown[0])}: a data set takes config and split")
+        options = {"name": given.get("config"), "split": given.get("split", "train"), "revision": revision}
+        return cls(str(source), path, options)
+
+    @classmethod
+    def of_files(cls, name: str, files: Sequence[Path]) -> DataSet:
+        """Return the records of Parquet files."""
+        return cls(name, "parquet", {"split": "train", "data_files": list(map(str, files))})
+
+    def open(self) -> Any:
+        """Return the ``datasets.IterableDataset``. Raises ConfigError without the package, DataError if it fails."""
+        try:
+            import datasets
+        except ImportError:
+            raise ConfigError(
+                f"{self.name}: needs the package datasets: run pip install 'draftwing[train]', or pip install datasets"
+            ) from None
+        datasets.logging.set_verbosity_error()
+        with self.reading():
+            return datasets.load_dataset(self.path, streaming=True, **self.options)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Turn errors of ``datasets`` in the block into a DataError."""
+        try:
+            yield
+        except DraftwingError:
+            raise
+        except Exception as error:  # raised by the client of the Hub, pyarrow and the builders
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            raise DataError(
+                f"{self.name}: cannot be read ({text[:300]}): check its name, ?config= and ?split=, the network and "
+                f"your credentials"
+            ) from error
+
+    def read(self, records: Iterable[Mapping[str, Any]] | None = None, first: int = 1) -> Iterator[DataRecord]:
+        """Yield the records, or those of an iterator that begins with the one of this number."""
+        with self.reading():
+            for number, entry in enumerate(self.open() if records is None else records, first):
+                # All rows have all columns, with None for those that a row does not use.
+                given = {key: value for key, value in entry.items() if value is not None}
+                yield _make_record(given, f"{self.name}, record {number}", len(str(given)))
+
+
+Source = SourceFile | DataSet
+
+
+def download_sources(sources: Sequence[str | Path], phase: Phase) -> None:
+    """Copy the URLs among the sources to this machine (see ``remote``), except for data sets, which are streamed."""
+    download((source for source in sources if DataSet.at(source) is None), phase)
+
+
 def find_files(
     sources: Sequence[str | Path], exclude: Path | None = None, *, output: Path | None = None
-) -> list[SourceFile]:
-    """Find every file of the sources; files of a folder are sorted by their relative names.
+) -> list[Source]:
+    """Find every file of the sources, and the data sets; files of a folder are sorted by their relative names.
 
-    Folders are read without hidden files and folders, ``__pycache__``, installed packages, and ``output``, the file
-    that is being written.
+    ``hf://datasets/org/name`` is a data set, as are the Parquet files of a folder together. Other URLs are copied to
+    this machine first (see ``remote``). Folders are read without hidden files and folders,
+    ``__pycache__``, installed packages, and ``output``, the file that is being written.
 
     Args:
         exclude: a file with one relative name per line to leave out of folders: a file, a folder with a slash at its
@@ -64,23 +142,33 @@ def find_files(
         raise DataError("there is no source of data: give at least one file or folder")
     patterns = _read_patterns(exclude)
     output = output and output.resolve()
-    files: list[SourceFile] = []
-    for source in map(Path, sources):
+    files: list[Source] = []
+    for given in sources:
+        if data_set := DataSet.at(given):
+            files.append(data_set)
+            continue
+        source, name = local_copy(given), public_name(given)
         if source.is_dir():
             inside = [file for file in _walk(source, patterns) if not output or file.path.resolve() != output]
             if not inside:
-                raise DataError(f"{source}: this folder has no file to read: check the path and what is excluded")
-            files += inside
+                raise DataError(f"{name}: this folder has no file to read: check the path and what is excluded")
+            tables = [file.path for file in inside if file.path.suffix.lower() == PARQUET]
+            files += [file for file in inside if file.path.suffix.lower() != PARQUET]
+            files += [DataSet.of_files(name, tables)] if tables else []
         elif not source.exists():
             close = similar_paths(source)
             fix = f"did you mean {' or '.join(close)}?" if close else "check the path"
-            raise DataError(f"{source}: there is no such file or folder: {fix}")
+            if HUB_ID.fullmatch(name) and not close:
+                fix += f", or give hf://datasets/{name} for a data set of the Hub"
+            raise DataError(f"{name}: there is no such file or folder: {fix}")
         elif source.stat().st_size == 0:
-            raise DataError(f"{source}: this file is empty: give one with text or dialogues")
+            raise DataError(f"{name}: this file is empty: give one with text or dialogues")
         elif source.resolve() == output:
-            raise DataError(f"{source}: this file is both a source and the output: write to another file")
+            raise DataError(f"{name}: this file is both a source and the output: write to another file")
+        elif source.suffix.lower() == PARQUET:
+            files.append(DataSet.of_files(name, [source]))
         else:
-            files.append(SourceFile(source, str(source), source.stat().st_size, in_folder=False))
+            files.append(SourceFile(source, name, source.stat().st_size, in_folder=False))
     return files
 
 
@@ -121,27 +209,32 @@ class DataRecord:
     ended: bool = True  # False for a document that was cut off: no end token follows it
 
 
-def read_files(files: Sequence[SourceFile], on_progress: OnProgress | None) -> Iterator[DataRecord]:
-    """Yield the records of all files; ``on_progress`` gets the bytes read and the total."""
-    total, done = sum(file.num_bytes for file in files), 0
-    next_report = total // 500
+def read_files(files: Sequence[Source], on_progress: OnProgress | None) -> Iterator[DataRecord]:
+    """Yield the records of all files; ``on_progress`` gets the bytes read and the total, 0 with data sets."""
+    sizes, done = [file.num_bytes for file in files if isinstance(file, SourceFile)], 0
+    total = sum(sizes) if len(sizes) == len(files) else 0
+    step = total // 500 if total else 2**16
+    next_report = step
     for record in itertools.chain.from_iterable(map(read_records, files)):
         yield record
         done += record.num_bytes
         if on_progress is not None and done >= next_report:  # there may be millions of records
-            next_report = done + total // 500
-            on_progress(min(done, total), total)
+            next_report = done + step
+            on_progress(min(done, total) if total else done, total)
     if on_progress is not None:
-        on_progress(total, total)
+        on_progress(total or done, total or done)
 
 
-def read_records(file: SourceFile) -> Iterator[DataRecord]:
-    """Yield the documents and dialogues of a file.
+def read_records(file: Source) -> Iterator[DataRecord]:
+    """Yield the documents and dialogues of a file or a data set.
 
     ``.jsonl`` and ``.ndjson`` files have one object per line, ``.json`` files a list of them; any other file is one
     document. In folders, files that are not UTF-8 text are skipped, and a ``.json`` file with other contents is a
     document.
     """
+    if isinstance(file, DataSet):
+        yield from file.read()
+        return
     suffix = file.path.suffix.lower()
     if suffix in (".jsonl", ".ndjson"):
         yield from _read_lines(file)
@@ -271,7 +364,7 @@ class DialogueEncoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, max_length: int, settings: Mapping[str, Any] = FIXED_SETTINGS) -> None:
-        self._tokenizer, self._max_length, self._settings = tokenizer, max_length, dict(settings)
+        self.tokenizer, self.max_length, self._settings = tokenizer, max_length, dict(settings)
         if tokenizer.has_chat_template:
             _ = tokenizer.pretrained  # one that cannot be loaded is no fault of a dialogue
         self.bare = bare_tokenizer(tokenizer)  # adds no tokens
@@ -310,12 +403,12 @@ class DialogueEncoder:
         """Raise TokenizerError if dialogues were skipped because of the chat template."""
         if self.refusal:
             raise TokenizerError(
-                f"{self._tokenizer.folder}: the chat template refuses the dialogues ({self.refusal}): check that it "
+                f"{self.tokenizer.folder}: the chat template refuses the dialogues ({self.refusal}): check that it "
                 f"knows their roles, and that users and assistants take turns"
             )
         if self.skipped["unclear turns"]:
             raise TokenizerError(
-                f"{self._tokenizer.folder}: the chat template does not show which tokens are the assistant's: the text "
+                f"{self.tokenizer.folder}: the chat template does not show which tokens are the assistant's: the text "
                 f"up to a turn is not a prefix of the whole text, and the template has no {{% generation %}} marks: "
                 f"put these marks around the assistant's text in the template"
             )
@@ -341,7 +434,7 @@ class DialogueEncoder:
         self, messages: Sequence[Message], turns: Sequence[int], *, ready: bool = False
     ) -> tuple[str, list[Span]] | None:
         """Return the text and its turns; with ``ready``, the text ends with the prompt for the assistant."""
-        if self._tokenizer.has_chat_template:
+        if self.tokenizer.has_chat_template:
             return self._by_prefix(messages, turns, ready=ready) or self._by_marks(messages, ready=ready)
         text, spans = "", []
         for i, message in enumerate(messages):
@@ -369,23 +462,23 @@ class DialogueEncoder:
         return whole, spans
 
     def _by_marks(self, messages: Sequence[Message], *, ready: bool = False) -> tuple[str, list[Span]] | None:
-        template = self._tokenizer.pretrained.get_chat_template()
+        template = self.tokenizer.pretrained.get_chat_template()
         if not GENERATION_MARK.search(template):
             return None
         from transformers.utils.chat_template_utils import render_jinja_template
 
         rendered: Any = render_jinja_template(
-            conversations=[self._tokenizer.template_messages(messages)],
+            conversations=[self.tokenizer.template_messages(messages)],
             chat_template=template,
             return_assistant_tokens_mask=True,
             add_generation_prompt=ready,
-            **{**self._tokenizer.pretrained.special_tokens_map, **self._settings},
+            **{**self.tokenizer.pretrained.special_tokens_map, **self._settings},
         )
         (text,), (spans,) = rendered
         return (text, spans) if spans else None
 
     def _render(self, messages: Sequence[Message], *, ready: bool = False) -> str:
-        return self._tokenizer.render_chat(messages, add_generation_prompt=ready, **self._settings)
+        return self.tokenizer.render_chat(messages, add_generation_prompt=ready, **self._settings)
 
     def _mark(self, encoding: Encoding, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
         """Return ids and mask: a token counts if all of its characters lie in one span."""
@@ -395,11 +488,11 @@ class DialogueEncoder:
         for start, end in spans:
             inside = (offsets[:, 0] >= start) & (offsets[:, 1] <= end) & (offsets[:, 0] < offsets[:, 1])
             mask |= self._until_end_of_turn(ids, inside)
-        if not self._tokenizer.has_chat_template and self.prefix:  # a template writes BOS itself
+        if not self.tokenizer.has_chat_template and self.prefix:  # a template writes BOS itself
             ids = np.concatenate([np.asarray(self.prefix, dtype=np.int32), ids])
             mask = np.concatenate([np.zeros(len(self.prefix), dtype=bool), mask])
         mask[:1] = False
-        return ids[: self._max_length].copy(), mask[: self._max_length].copy()
+        return ids[: self.max_length].copy(), mask[: self.max_length].copy()
 
     def _until_end_of_turn(self, ids: np.ndarray, inside: np.ndarray) -> np.ndarray:
         """Remove the white space after the end-of-turn token, which templates write and models do not."""
@@ -453,12 +546,29 @@ def read_examples(
     if max_length < 2:
         raise ConfigError(f"max_length must be at least 2 (a token, and one to predict), found {max_length}")
     encoder = DialogueEncoder(tokenizer, max_length)
+    corpus = encode(read_files(find_files(sources, exclude), on_progress), encoder)
+    check_not_empty(corpus, encoder, ", ".join(map(public_name, sources)))
+    return corpus
+
+
+def check_not_empty(corpus: Corpus, encoder: DialogueEncoder, names: str) -> None:
+    """Raise DataError if no token is left to train on, or TokenizerError if that is the chat template's fault."""
+    if not corpus.num_tokens:
+        encoder.check()
+        reasons = ", ".join(f"{count} with {why}" for why, count in corpus.skipped.items())
+        raise DataError(
+            f"{names}: nothing is left to train on ({reasons or 'there was no text at all'}): "
+            f"give dialogues with answers (`draftwing data regenerate` writes them), documents, or a larger max_length"
+        )
+
+
+def encode(records: Iterable[DataRecord], encoder: DialogueEncoder) -> Corpus:
+    """Encode documents and dialogues."""
     examples: list[Example] = []
-    parts, starts, length = [np.empty(0, dtype=np.int32)], [0], 0
-    files, eos_id = find_files(sources, exclude), 0
+    parts, starts, length, eos_id = [np.empty(0, dtype=np.int32)], [0], 0, 0
 
     def items() -> Iterator[DataRecord | _Piece]:
-        for record in read_files(files, on_progress):
+        for record in records:
             if record.text is None:
                 yield record
             elif record.text.strip():
@@ -470,7 +580,7 @@ def read_examples(
         examples += encoder.encode([item for item in chunk if isinstance(item, DataRecord)])
         pieces = [item for item in chunk if isinstance(item, _Piece)]
         if pieces and not length:
-            eos_id = _find_eos(tokenizer)
+            eos_id = _find_eos(encoder.tokenizer)
         encodings = encoder.bare.encode_batch_fast([piece.text for piece in pieces], add_special_tokens=False)
         for encoding, piece in zip(encodings, pieces, strict=True):
             ids = [*encoding.ids, eos_id] if piece.is_end else encoding.ids
@@ -479,15 +589,7 @@ def read_examples(
             if piece.is_last:
                 starts.append(length)
     firsts = np.asarray(starts[:-1], dtype=np.int64)
-    corpus = Corpus(tuple(examples), np.concatenate(parts), firsts, encoder.prefix, dict(encoder.skipped))
-    if not corpus.num_tokens:
-        encoder.check()
-        reasons = ", ".join(f"{count} with {why}" for why, count in corpus.skipped.items())
-        raise DataError(
-            f"{', '.join(map(str, sources))}: nothing is left to train on ({reasons or 'there was no text at all'}): "
-            f"give dialogues with answers (`draftwing data regenerate` writes them), documents, or a larger max_length"
-        )
-    return corpus
+    return Corpus(tuple(examples), np.concatenate(parts), firsts, encoder.prefix, dict(encoder.skipped))
 
 
 class _Piece(NamedTuple):
@@ -549,16 +651,38 @@ def split(corpus: Corpus, validation_share: float, seed: int = 0) -> tuple[Corpu
     Duplicates therefore stay on one side, and the order of the sources does not matter. Units are dialogues, and
     sections of up to 16,384 tokens of documents. Small corpora keep at least one unit on each side.
     """
-    bounds = itertools.pairwise([*corpus.starts.tolist(), len(corpus.stream)])
-    sections = [
-        corpus.stream[at : min(at + SECTION_TOKENS, end)]
-        for start, end in bounds
-        for at in range(start, end, SECTION_TOKENS)
-    ]
+    sections = _sections(corpus)
     held = held_out([*(example.ids for example in corpus.examples), *sections], validation_share, seed)
     if not held.any():
         return corpus, Corpus(prefix=corpus.prefix)
     return _part(corpus, sections, ~held), _part(corpus, sections, held)
+
+
+def split_at(corpus: Corpus, limit: float, seed: int) -> tuple[Corpus, Corpus]:
+    """Split like ``split``, and hold out the units whose hash is at most ``limit``, in [0, 1]; possibly all or none."""
+    sections = _sections(corpus)
+    held = unit_hashes(corpus, seed) <= limit
+    return _part(corpus, sections, ~held), _part(corpus, sections, held)
+
+
+def unit_hashes(corpus: Corpus, seed: int) -> np.ndarray:
+    """Return (U,) the hashes of a corpus's units, see ``split``: uniform in [0, 1)."""
+    return _hashes([*(example.ids for example in corpus.examples), *_sections(corpus)], seed)
+
+
+def _sections(corpus: Corpus) -> list[np.ndarray]:
+    bounds = itertools.pairwise([*corpus.starts.tolist(), len(corpus.stream)])
+    return [
+        corpus.stream[at : min(at + SECTION_TOKENS, end)]
+        for start, end in bounds
+        for at in range(start, end, SECTION_TOKENS)
+    ]
+
+
+def _hashes(units: Sequence[np.ndarray], seed: int) -> np.ndarray:
+    salt = seed.to_bytes(8, "little", signed=True)
+    digests = [hashlib.blake2b(ids.astype("<i4").tobytes(), digest_size=8, salt=salt).digest() for ids in units]
+    return np.asarray([int.from_bytes(digest, "little") / 2**64 for digest in digests])
 
 
 def held_out(units: Sequence[np.ndarray], share: float, seed: int = 0) -> np.ndarray:
@@ -567,9 +691,7 @@ def held_out(units: Sequence[np.ndarray], share: float, seed: int = 0) -> np.nda
         raise ConfigError(f"validation_share must be in [0, 1), found {share}")
     if share == 0:
         return np.zeros(len(units), dtype=bool)
-    salt = seed.to_bytes(8, "little", signed=True)
-    digests = [hashlib.blake2b(ids.astype("<i4").tobytes(), digest_size=8, salt=salt).digest() for ids in units]
-    hashes = np.asarray([int.from_bytes(digest, "little") / 2**64 for digest in digests])  # uniform in [0, 1)
+    hashes = _hashes(units, seed)
     if len(np.unique(hashes)) < 2:
         raise DataError(
             f"all dialogues and sections of text ({len(units)}) are the same, so none can be held out: give more "
@@ -593,11 +715,14 @@ def _part(corpus: Corpus, sections: Sequence[np.ndarray], chosen: np.ndarray) ->
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Rows that are trained on together."""
+    """Rows that are trained on together, or those of them that one process has."""
 
     ids: Tensor  # (B, T) int64, 0 after the end of a row
     mask: Tensor  # (B, T) bool, see ``Example``; False after the end of a row
     lengths: Tensor  # (B,) int64
+    # The rows of the whole batch that these are, and its number of rows. None: these are all.
+    places: slice = field(default_factory=lambda: slice(None))
+    num_rows: int | None = None
 
     @property
     def real(self) -> Tensor:
@@ -605,7 +730,15 @@ class Batch:
         return torch.arange(self.ids.shape[1], device=self.ids.device) < self.lengths[:, None]
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(self.ids.to(device), self.mask.to(device), self.lengths.to(device))
+        return replace(self, ids=self.ids.to(device), mask=self.mask.to(device), lengths=self.lengths.to(device))
+
+    def rand(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """(B, ...) uniform numbers with the type and device of ``like``; ``shape`` is that of a row.
+
+        They are drawn for the whole batch: those of a row do not depend on the number of processes.
+        """
+        rows = torch.rand(self.num_rows or len(self.ids), *shape, dtype=like.dtype, device=like.device)[self.places]
+        return F.pad(rows, (0, 0) * len(shape) + (0, len(self.ids) - len(rows)))  # ``runnable`` may have added one
 
     def examples(self) -> Iterator[Example]:
         """Yield the rows without padding."""
@@ -621,12 +754,14 @@ class Batch:
         if not rows and not tokens:
             return self
         padding = (0, tokens, 0, rows)
-        return Batch(F.pad(self.ids, padding), F.pad(self.mask, padding), F.pad(self.lengths, (0, rows)))
+        ids, mask, lengths = F.pad(self.ids, padding), F.pad(self.mask, padding), F.pad(self.lengths, (0, rows))
+        return replace(self, ids=ids, mask=mask, lengths=lengths)
 
 
-def collate(rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Batch:
-    """Pad the ids and masks (T,) of rows to one batch; without rows its shape is (0, 1)."""
+def collate(rows: Sequence[tuple[np.ndarray, np.ndarray]], length: int = 1) -> Batch:
+    """Pad the ids and masks (T,) of rows to one batch, of at least ``length`` tokens."""
     longest = max((len(ids) for ids, _ in rows), default=1)
+    longest = max(longest, length)
     padded = torch.zeros(len(rows), longest, dtype=torch.int64)
     masks = torch.zeros(len(rows), longest, dtype=torch.bool)
     for i, (ids, mask) in enumerate(rows):
@@ -687,8 +822,17 @@ class BatchPlan:
             batches.append(carried)
         return [batches[i] for i in rng.permutation(len(batches))]
 
-    def rows_of_batch(self, number: int, rank: int = 0, world_size: int = 1) -> tuple[int, list[int]]:
-        """Return the epoch and the rows of a batch, counted over all epochs, or one rank's share of the rows."""
+    def collate(
+        self, number: int, make_row: Callable[[int, int], tuple[np.ndarray, np.ndarray]], rank: int, world_size: int
+    ) -> tuple[list[int], Batch]:
+        """Return the numbers of one rank's rows of a batch (possibly none), and a batch of them.
+
+        It has the length of the whole batch, so that what is drawn for a position is the same on all ranks.
+
+        Args:
+            number: of the batch, counted over all epochs.
+            make_row: returns ids and mask (T,) of a row, by epoch and row.
+        """
         if world_size > self._rows_per_batch[-1]:
             raise ConfigError(
                 f"a batch has room for {self._rows_per_batch[-1]} of the longest rows, and there are {world_size} "
@@ -697,7 +841,11 @@ class BatchPlan:
         epoch, index = divmod(number, self.num_batches_per_epoch)
         if self._latest[0] != epoch:
             self._latest = (epoch, self.epoch(epoch))
-        return epoch, self._latest[1][index][rank::world_size].tolist()
+        rows = self._latest[1][index]
+        places = slice(rank, None, world_size)
+        own: list[int] = rows[places].tolist()
+        batch = collate([make_row(epoch, row) for row in own], int(self.lengths[rows].max()))
+        return own, replace(batch, places=places, num_rows=len(rows))
 
 
 class Batches(BatchPlan):
@@ -721,15 +869,14 @@ class Batches(BatchPlan):
         super().__init__(np.asarray(lengths, dtype=np.int64), tokens_per_batch, seed)
 
     def batch(self, number: int, rank: int = 0, world_size: int = 1) -> Batch:
-        """Return a batch, or one rank's rows of it (possibly none); see ``rows_of_batch``."""
-        epoch, rows = self.rows_of_batch(number, rank, world_size)
-        start = int(np.random.default_rng((self.seed, epoch, 1)).integers(max(1, len(self._stream))))
-        return collate([self._row(row, start) for row in rows])
+        """Return a batch, or one rank's rows of it (possibly none); see ``BatchPlan.collate``."""
+        return self.collate(number, self._row, rank, world_size)[1]
 
-    def _row(self, row: int, start: int) -> tuple[np.ndarray, np.ndarray]:
+    def _row(self, epoch: int, row: int) -> tuple[np.ndarray, np.ndarray]:
         if row < len(self._examples):
             example = self._examples[row]
             return example.ids[: self.max_length], example.mask[: self.max_length]
+        start = int(np.random.default_rng((self.seed, epoch, 1)).integers(max(1, len(self._stream))))
         at = (row - len(self._examples)) * self._window
         places = np.arange(at, min(at + self._window, len(self._stream))) + start
         ids = np.concatenate([self._prefix, self._stream.take(places, mode="wrap")])

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from draftwing import __version__
 from draftwing.errors import DataError
 from draftwing.methods.suffix_array import END, Store, SuffixArray, check_new_datastore, join_texts, write_datastore
+from draftwing.remote import OnProgress, public_name
 from draftwing.text.tokenizer import Tokenizer
-from draftwing.train.data import OnProgress, bare_tokenizer, chunked, find_files, read_files
+from draftwing.train.data import bare_tokenizer, chunked, find_files, read_files
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ def read_texts(
         num_texts += sum(map(bool, encoded))
         parts.append(join_texts(filter(None, encoded)))
     if not num_texts:
-        raise DataError(f"{', '.join(map(str, sources))}: there is no text in it: give files with text or dialogues")
+        names = ", ".join(map(public_name, sources))
+        raise DataError(f"{names}: there is no text in it: give files with text or dialogues")
     return Texts(np.concatenate(parts), num_texts, len(files))
 
 

@@ -25,10 +25,11 @@ from draftwing.methods.objectives import DraftLoss
 from draftwing.methods.registry import method_of_net
 from draftwing.models.linear import Linear
 from draftwing.models.target import Target
+from draftwing.remote import OnProgress
 from draftwing.sampling import Sampling
-from draftwing.stats import Stats
+from draftwing.stats import Stats, Step
 from draftwing.text.tokenizer import Tokenizer
-from draftwing.train.data import Corpus, DialogueEncoder, find_files, read_files
+from draftwing.train.data import Corpus, DialogueEncoder, Source, find_files, read_files
 from draftwing.train.features import FeatureBatch, FeatureSource
 from draftwing.train.loss import Truth, loss_of
 from draftwing.train.options import TrainOptions
@@ -63,15 +64,28 @@ def validation_prompts(corpus: Corpus, num: int) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def measure_tau(target: Target, net: DraftNet, prompts: Sequence[Sequence[int]], budget: Budget, tokens: int) -> Stats:
-    """Decode greedily with a net in training, all prompts in one batch."""
+def measure_tau(
+    target: Target,
+    net: DraftNet,
+    prompts: Sequence[Sequence[int]],
+    budget: Budget,
+    tokens: int,
+    on_progress: OnProgress | None = None,
+) -> Stats:
+    """Decode greedily with a net in training, all prompts in one batch; report the tokens and their number."""
     engine = Engine(Decoder(target, method_of_net(net).drafter(net, target), budget=budget))
-    for prompt in prompts:
-        engine.submit(prompt, Sampling(max_tokens=tokens, ignore_eos=True))
-    return Stats.of(engine.steps())
+    requests = [engine.submit(prompt, Sampling(max_tokens=tokens, ignore_eos=True)) for prompt in prompts]
+
+    def steps() -> Iterator[Step]:
+        for step in engine.steps():
+            yield step
+            if on_progress is not None:
+                on_progress(sum(len(request.token_ids) for request in requests), tokens * len(requests))
+
+    return Stats.of(steps())
 
 
-@dataclass(frozen=True)
+@dataclass
 class Evaluation:
     """Evaluates nets on held-out data."""
 
@@ -79,6 +93,8 @@ class Evaluation:
     validation: Corpus  # the data that prompts are cut from
     source: FeatureSource  # features of ``validation``
     options: TrainOptions  # options of the run
+    # Called with what is done at present; empty at the end.
+    on_progress: Callable[[str], None] = lambda text: None
 
     def __call__(self, net: DraftNet) -> dict[str, Any]:
         """Measure loss and agreement, calibrate the net, and measure tau if the target has its layers."""
@@ -87,13 +103,18 @@ class Evaluation:
         dtype = torch.promote_types(net.dtype, torch.float32)
         loss, count, agreed = torch.zeros(3, num_steps)
         numbers = range(min(VALIDATION_BATCHES, self.source.num_batches_per_epoch))
-        batches = [self.source.batch(number) for number in numbers]
-        for batch in batches:
+        batches = []
+        for number in numbers:
+            self.on_progress(f"scoring held-out batch {number + 1} of {len(numbers)}")
+            batches.append(self.source.batch(number))
+        for number, batch in enumerate(batches, 1):
+            self.on_progress(f"held-out loss, batch {number} of {len(batches)}")
             sums = scorer(batch, Truth.of(batch, self.target.head, net.target_ids, dtype), agreement=True)
             loss += torch.tensor([float(s.loss) for s in sums])
             count += torch.tensor([float(s.count) for s in sums])
             agreed += torch.tensor([float(s.agreed) for s in sums])
         if method_of_net(net).calibrates:
+            self.on_progress("calibrating")
             calibration = fit_calibration(partial(draw_guesses, scorer, self.target.head, batches))
             net.config = dataclasses.replace(net.config, calibration=calibration)
         result: dict[str, Any] = {
@@ -104,9 +125,14 @@ class Evaluation:
         prompts = validation_prompts(self.validation, options.eval_prompts) if self.target.has_layers else []
         prompts = [prompt for prompt in prompts if len(prompt) + options.eval_tokens < self.target.max_length]
         if prompts:
-            stats = measure_tau(self.target, net, prompts, Budget(options.eval_depth), options.eval_tokens)
+            budget = Budget(options.eval_depth)
+            stats = measure_tau(self.target, net, prompts, budget, options.eval_tokens, self._report_tokens)
             result |= {"tau": stats.tau, "alpha": stats.alpha}
+        self.on_progress("")
         return {**result, "eval_seconds": time.perf_counter() - began}
+
+    def _report_tokens(self, done: int, total: int) -> None:
+        self.on_progress(f"measuring tau, {done} of {total} tokens")
 
 
 # --- calibration -----------------------------------------------------------------------------------------------------
@@ -161,7 +187,13 @@ def draw_guesses(
 
 
 def held_out_prompts(
-    validation: Corpus, tokenizer: Tokenizer, sources: Sequence[str | Path], num: int, *, exclude: Path | None = None
+    validation: Corpus,
+    tokenizer: Tokenizer,
+    sources: Sequence[str | Path],
+    num: int,
+    *,
+    exclude: Path | None = None,
+    on_progress: OnProgress | None = None,
 ) -> list[str]:
     """Return up to ``num`` prompts of the held-out data, spread evenly over it, each a line for ``heads.prompts``.
 
@@ -173,7 +205,8 @@ def held_out_prompts(
     dialogues: list[str | None]
     if sources:
         ids = {example.where: example.ids for example in examples}
-        lines = dict(_read_questions(ids, DialogueEncoder(tokenizer, max_length=2**30), sources, exclude))
+        encoder = DialogueEncoder(tokenizer, max_length=2**30)
+        lines = dict(_read_questions(ids, encoder, find_files(sources, exclude), on_progress))
         dialogues = [lines.get(where) for where in ids]
     else:
         dialogues = [_rendered(e.ids[: int(e.mask.argmax())].tolist(), tokenizer) for e in examples]
@@ -194,11 +227,14 @@ def held_out_prompts(
 
 
 def _read_questions(
-    ids_by_place: dict[str, np.ndarray], encoder: DialogueEncoder, sources: Sequence[str | Path], exclude: Path | None
+    ids_by_place: dict[str, np.ndarray],
+    encoder: DialogueEncoder,
+    files: Sequence[Source],
+    on_progress: OnProgress | None,
 ) -> Iterator[tuple[str, str | None]]:
     """Find dialogues by file, line and ids; yield each place and the line of the messages before the first answer."""
     left = dict(ids_by_place)
-    for record in read_files(find_files(sources, exclude), None) if left else ():
+    for record in read_files(files, on_progress) if left else ():
         ids = left.get(record.where)
         # Files in two folders may have the same name.
         if ids is None or not any(np.array_equal(e.ids[: len(ids)], ids) for e in encoder.encode([record])):

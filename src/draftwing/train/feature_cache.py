@@ -41,8 +41,9 @@ from draftwing.errors import ConfigError, DataError, NumericsError
 from draftwing.formats.identity import differences, target_id
 from draftwing.methods.net import TargetId
 from draftwing.models.target import Target
+from draftwing.remote import OnProgress, local_copy
 from draftwing.storage import locked, replacing, writing
-from draftwing.train.data import Batch, Batches, BatchPlan, Corpus, Example, OnProgress, collate
+from draftwing.train.data import Batch, Batches, BatchPlan, Corpus, Example
 from draftwing.train.features import FeatureBatch, best_tokens, score_text
 
 INDEX = "index.json"
@@ -231,10 +232,10 @@ class Shard:
 
 
 class FeatureCache:
-    """An opened cache: ids and masks in memory, hidden states read row by row."""
+    """An opened cache: ids and masks in memory, hidden states read row by row. One at a URL is copied first."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = local_copy(folder)
         self.info, names, num_rows = _read_index(self.folder)
         self._shards = [Shard(self.folder / name) for name in names]
         for shard in self._shards:
@@ -347,8 +348,8 @@ class CachedFeatures(BatchPlan):
 
     def batch(self, number: int, rank: int = 0, world_size: int = 1) -> FeatureBatch:
         """See ``FeatureSource``; features are 0 after the end of a row."""
-        _, rows = self.rows_of_batch(number, rank, world_size)
-        batch, info = self.text(number, rank, world_size).runnable(), self._cache.info
+        rows, batch = self._text(number, rank, world_size)
+        batch, info = batch.runnable(), self._cache.info
         shape = (*batch.ids.shape, len(self._columns), info.target.hidden_size)  # (B, T, S, H)
         stored, best = torch.zeros(shape, dtype=DTYPES[info.dtype]), torch.zeros_like(batch.ids)
         for i, row in enumerate(rows):
@@ -360,8 +361,14 @@ class CachedFeatures(BatchPlan):
         return FeatureBatch(batch.to(self._device), features, last, best=best.to(self._device))
 
     def text(self, number: int, rank: int = 0, world_size: int = 1) -> Batch:
-        _, rows = self.rows_of_batch(number, rank, world_size)
-        return collate([(row.ids, row.mask) for row in map(self._cache.row, rows)])
+        return self._text(number, rank, world_size)[1]
+
+    def _text(self, number: int, rank: int, world_size: int) -> tuple[list[int], Batch]:
+        def make_row(epoch: int, row: int) -> tuple[np.ndarray, np.ndarray]:
+            example = self._cache.row(row)
+            return example.ids, example.mask
+
+        return self.collate(number, make_row, rank, world_size)
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -519,6 +526,8 @@ def write_cache(
 ) -> CacheWritten:
     """Run the target over one epoch of ``batches`` and store its hidden states; continue a stopped call.
 
+    Ctrl-C loses the present batch only, a kill all of the present shard.
+
     Args:
         folder, target, taps, identity, dtype: see ``GrowingCache``.
         validation_share: of the data, held out of ``batches`` by ``split`` with their seed; stored for readers.
@@ -540,25 +549,31 @@ def write_cache(
         num_kept, done = cache.num_shards, cache.size.num_tokens
         missing = cache.info.size(len(batches.lengths) - cache.num_rows, total - done)
         cache.check_room(missing.num_bytes, "the cache")
-        for number, keys in enumerate(epoch):
-            if all(key in old_rows for key in keys.tolist()):
-                continue
-            batch = batches.batch(number)
-            states, logits = score_text(target, batch.ids.to(target.device), cache.info.states)
-            states, best = states.to(dtype).cpu(), logits.argmax(-1).int().cpu()
-            new_rows = {
-                key: CacheRow(example, states[i, : len(example.ids)], best[i, : len(example.ids)].numpy())
-                for i, (key, example) in enumerate(zip(keys.tolist(), batch.examples(), strict=True))
-                if key not in old_rows
-            }
-            if rows and cache.num_bytes_of([*rows.values(), *new_rows.values()]) > shard_bytes:
-                cache.write(cache.free_number, rows)
-                rows = {}
-            rows |= new_rows
-            done += sum(len(row.states) for row in new_rows.values())
-            if on_progress is not None:
-                on_progress(done, total)
+        shard = cache.free_number
+        try:
+            for number, keys in enumerate(epoch):
+                if all(key in old_rows for key in keys.tolist()):
+                    continue
+                batch = batches.batch(number)
+                states, logits = score_text(target, batch.ids.to(target.device), cache.info.states)
+                states, best = states.to(dtype).cpu(), logits.argmax(-1).int().cpu()
+                new_rows = {
+                    key: CacheRow(example, states[i, : len(example.ids)], best[i, : len(example.ids)].numpy())
+                    for i, (key, example) in enumerate(zip(keys.tolist(), batch.examples(), strict=True))
+                    if key not in old_rows
+                }
+                if rows and cache.num_bytes_of([*rows.values(), *new_rows.values()]) > shard_bytes:
+                    cache.write(shard, rows)
+                    rows, shard = {}, cache.free_number
+                rows |= new_rows
+                done += sum(len(row.states) for row in new_rows.values())
+                if on_progress is not None:
+                    on_progress(done, total)
+        except KeyboardInterrupt:
+            if rows:  # which may just have been written as this shard
+                cache.write(shard, rows)
+            raise
         if rows:
-            cache.write(cache.free_number, rows)
+            cache.write(shard, rows)
         cache.write_index()
     return CacheWritten(cache.size, cache.num_shards, num_kept)

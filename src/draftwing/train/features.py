@@ -6,6 +6,7 @@ V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +22,7 @@ from draftwing.models.linear import Linear
 from draftwing.models.target import Target
 from draftwing.sampling import Sampling
 from draftwing.train.data import Batch, Batches, collate
+from draftwing.train.stream import StreamedBatches
 
 HEAD_ROWS = 512  # rows whose logits are computed at once
 
@@ -60,7 +62,7 @@ class FeatureSource(Protocol):
 class OnlineFeatures:
     """A ``FeatureSource`` that runs the target on every batch."""
 
-    def __init__(self, target: Target, batches: Batches, taps: tuple[int, ...]) -> None:
+    def __init__(self, target: Target, batches: Batches | StreamedBatches, taps: tuple[int, ...]) -> None:
         self._target, self._batches, self._taps = target, batches, taps
 
     @property
@@ -124,13 +126,14 @@ class OnPolicyFeatures:
     def batch(self, number: int, rank: int = 0, world_size: int = 1) -> FeatureBatch:
         if np.random.default_rng((self._seed, number, 2)).random() >= self._share:
             return self._source.batch(number, rank, world_size)
-        rng = np.random.default_rng((self._seed, number, 3, rank))
-        return scored(self._target, self._continue(self.text(number, rank, world_size), rng), self._taps)
+        text = self.text(number, rank, world_size)
+        rngs = [np.random.default_rng((self._seed, number, 3, rank + i * world_size)) for i in range(len(text.ids))]
+        return scored(self._target, self._continue(text, rngs), self._taps)
 
-    def _continue(self, text: Batch, rng: np.random.Generator) -> Batch:
-        """Replace the ends of the rows; a row in which nothing counts stays the same."""
+    def _continue(self, text: Batch, rngs: Sequence[np.random.Generator]) -> Batch:
+        """Replace the ends of the rows, with a generator for each; a row in which nothing counts stays the same."""
         engine, rows = Engine(Decoder(self._writer)), []
-        for example in text.examples():
+        for example, rng in zip(text.examples(), rngs, strict=True):
             ids, length = example.ids, len(example.ids)
             places = np.flatnonzero(example.mask)
             places = places[(places > 0) & (places < self._writer.max_length)]

@@ -88,7 +88,7 @@ class UnrolledLoss(DraftLoss):
             )
 
     def steps(self, scored: Scored, num_steps: int) -> Iterator[StepGuesses]:
-        features = self.noisy(scored.features[:, :-2])  # the last two positions have no entry
+        features = self.noisy(scored, scored.batch.ids.shape[1] - 2)  # the last two positions have no entry
         return unroll(self.net, scored.batch.ids, features, num_steps, self.later_share if self.training else 1.0)
 
 

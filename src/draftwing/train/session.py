@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,13 +26,17 @@ from draftwing.models.catalogue import default_model
 from draftwing.models.config import ModelConfig, read_config
 from draftwing.models.resolve import resolve
 from draftwing.models.target import Target
+from draftwing.remote import OnProgress, Phase, download, public_name
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.train.data import (
     Batches,
     Corpus,
-    OnProgress,
+    DataSet,
+    DialogueEncoder,
     coverage_of,
+    download_sources,
     draft_vocabulary,
+    find_files,
     held_out,
     read_examples,
     split,
@@ -41,10 +45,10 @@ from draftwing.train.evaluate import Evaluation, held_out_prompts, validation_pr
 from draftwing.train.feature_cache import CachedFeatures, FeatureCache
 from draftwing.train.features import FeatureSource, OnlineFeatures, OnPolicyFeatures
 from draftwing.train.options import TrainOptions
+from draftwing.train.stream import StreamedBatches
 from draftwing.train.trainer import CHECKPOINT, Progress, Trainer, read_metrics
 
 T = TypeVar("T")
-Phase = Callable[[str], AbstractContextManager[OnProgress]]
 START_TOKENS = 16384  # on which a new net's weights are solved before it is trained, or one epoch
 
 
@@ -62,6 +66,8 @@ class Session:
     training: Corpus
     validation: Corpus
     coverage: float  # share of the training tokens in the draft vocabulary
+    is_streamed: bool = False  # ``training`` is only the beginning of the data
+    evaluation: Evaluation | None = None  # None without held-out data
 
     def run(self) -> Progress:
         return self.trainer.run()
@@ -73,8 +79,9 @@ class Session:
         vocabulary = f"{net.num_draft_tokens} of {net.config.vocab_size} tokens"
         return (
             f"{options.method} head of {millions:.2f}M parameters for {self.target.name}, draft vocabulary "
-            f"{vocabulary} ({self.coverage:.1%} of the data), {self.training.num_tokens:,} tokens to train on, "
-            f"{self.validation.num_tokens:,} held out"
+            f"{vocabulary} ({self.coverage:.1%} of the data), {self.training.num_tokens:,} tokens to train on"
+            f"{' at first, then more of the stream' if self.is_streamed else ''}, {self.validation.num_tokens:,} held "
+            f"out"
         )
 
     def collect_held_out(self, num_prompts: int, on_progress: OnProgress | None = None) -> Path | None:
@@ -105,11 +112,11 @@ class Session:
 @dataclass(frozen=True)
 class RunFiles:
     target: str | Path | None  # folder, name or hub id; None for the shipped one
-    data: Sequence[str | Path]  # files and folders, see ``read_examples``
+    data: Sequence[str | Path]  # files, folders and URLs, see ``read_examples``
     exclude: Path | None = None  # a file of names to leave out of folders
     # The run trains on its rows and reads the target's features from it. If it held out some of its data (`data
     # cache`), that is read from ``data`` to evaluate; else some of its rows are held out, and ``data`` may be empty.
-    cache: Path | None = None
+    cache: str | Path | None = None
     initial: Path | None = None  # a head to start from, in any layout; the run has its shape and draft vocabulary
     licence: str | None = None  # SPDX identifier for the head's card; None if unknown
 
@@ -153,8 +160,10 @@ def prepare(
     torch.manual_seed(options.seed)
     folder = resolve(files.target)
     tokenizer = Tokenizer(folder)
+    download_sources(files.data, phase)
+    download([] if files.cache is None else [files.cache], phase)
     with phase("reading the data") as on_data:
-        training, validation, cache, held_cache = _read_data(files, options, tokenizer, on_data)
+        training, validation, cache, held_cache, stream = _read_data(files, options, tokenizer, on_data)
     name = str(files.target or default_model())
     with phase("loading the target"):
         target = load_target(folder, dtype=dtype or usual, device=device, name=name, prepack=False, layers=layers)
@@ -176,15 +185,16 @@ def prepare(
         target_ids = draft_vocabulary(training, target.vocab_size, options.loss_vocab_size, target.eos_ids)
         target_ids = target_ids.to(target.device)
     taps = net.config.taps
-    source = _features(target, training, options, taps, cache)
+    source = _features(target, stream or training, options, taps, cache)
     if options.own_text:
         writer = method_of_net(net).as_target(net)
         source = OnPolicyFeatures(source, target, taps, writer, options.own_text, options.seed)
     if files.initial is None and not (out / CHECKPOINT).exists():  # a checkpoint has later weights
         num_batches = min(-(-START_TOKENS // options.tokens_per_batch), source.num_batches_per_epoch)
-        with phase("scoring text for the first weights, batches") as on_progress:
+        with phase("first weights: scoring text and solving, steps") as on_progress:
             scored = map(source.batch, range(num_batches))
-            method_of_net(net).start(net, target.head, _reported(scored, num_batches, on_progress))
+            method_of_net(net).start(net, target.head, _reported(scored, num_batches + 1, on_progress))
+            on_progress(num_batches + 1, num_batches + 1)
     evaluate = None
     if validation.num_tokens:
         held = _features(target, validation, options, taps, held_cache)
@@ -192,11 +202,14 @@ def prepare(
     describe = {
         **{key: value for key, value in options.to_dict().items() if value is not None},
         "precision": precision,
-        "tokens_in_data": training.num_tokens,
         "coverage": coverage,
         "chat_template": chat_template_hash(folder),
-        "data": [Path(source).name for source in files.data],  # without the folders
-        "num_dialogues": len(training.examples),
+        "data": [Path(public_name(source)).name for source in files.data],  # without the folders
+        **(
+            {"streamed": True}
+            if stream
+            else {"tokens_in_data": training.num_tokens, "num_dialogues": len(training.examples)}
+        ),
         "tokens_held_out": validation.num_tokens,
         **({} if files.licence is None else {"licence": files.licence}),
         **({} if files.initial is None else {"initial": {"name": files.initial.name, **training_of(files.initial)}}),
@@ -204,17 +217,21 @@ def prepare(
     }
     trainer = Trainer(
         net, target.head, target_ids, source, options, out,
-        evaluate=evaluate, accelerator=accelerator, describe=describe,
+        evaluate=evaluate, accelerator=accelerator, describe=describe, stream=stream,
     )  # fmt: skip
     if accelerator.is_main_process:
-        prompts = held_out_prompts(validation, tokenizer, files.data, options.keep_prompts, exclude=files.exclude)
+        sources = () if stream else files.data  # a stream is not read again to find its dialogues
+        with phase("looking up held-out dialogues, bytes") as on_progress:
+            prompts = held_out_prompts(
+                validation, tokenizer, sources, options.keep_prompts, exclude=files.exclude, on_progress=on_progress
+            )
 
         def add_to_head(head: Path) -> None:
             write_stored(head, prompts)
             write_card(head, seconds=trainer.seconds)  # not in the config, which equals that of an uninterrupted run
 
         trainer.on_saved = add_to_head
-    return Session(trainer, target, tokenizer, training, validation, coverage)
+    return Session(trainer, target, tokenizer, training, validation, coverage, stream is not None, evaluate)
 
 
 def _reported(items: Iterable[T], total: int, on_progress: OnProgress) -> Iterator[T]:
@@ -230,10 +247,26 @@ def _reported(items: Iterable[T], total: int, on_progress: OnProgress) -> Iterat
 
 def _read_data(
     files: RunFiles, options: TrainOptions, tokenizer: Tokenizer, on_data: OnProgress | None
-) -> tuple[Corpus, Corpus, FeatureCache | None, FeatureCache | None]:
-    """Return training and held-out data, and the caches of their features if there are any."""
+) -> tuple[Corpus, Corpus, FeatureCache | None, FeatureCache | None, StreamedBatches | None]:
+    """Return training and held-out data, the caches of their features if there are any, and the data's stream.
+
+    Of data that is streamed, which is any with a ``DataSet``, the first two are parts of the first block.
+    """
     if files.cache is None:
-        return *_read_sources(files, options, tokenizer, on_data), None, None
+        sources = find_files(files.data, files.exclude)
+        if not any(isinstance(source, DataSet) for source in sources):
+            return *_read_sources(files, options, tokenizer, on_data), None, None, None
+        if options.data_share < 1:
+            raise ConfigError("training: a data set is streamed, and its size is unknown: leave out data_share")
+        stream = StreamedBatches(
+            sources,
+            DialogueEncoder(tokenizer, options.max_length),
+            options.tokens_per_batch,
+            options.seed,
+            validation_share=options.validation_share,
+            on_progress=on_data,
+        )
+        return stream.training, stream.validation, None, None, stream
     cache, held_cache = FeatureCache(files.cache), None
     info = cache.info
     for name, is_open in (("max_length", info.max_length is None), ("validation_share", not info.validation_share)):
@@ -253,7 +286,7 @@ def _read_data(
         validation = held_cache.corpus
     if options.data_share < 1:
         _, cache = split_cache(cache, options.data_share, options.seed + 1)
-    return cache.corpus, validation, cache, held_cache
+    return cache.corpus, validation, cache, held_cache, None
 
 
 def _read_sources(
@@ -275,11 +308,16 @@ def split_cache(cache: FeatureCache, share: float, seed: int) -> tuple[FeatureCa
 
 
 def _features(
-    target: Target, corpus: Corpus, options: TrainOptions, taps: tuple[int, ...], cache: FeatureCache | None
+    target: Target,
+    data: Corpus | StreamedBatches,
+    options: TrainOptions,
+    taps: tuple[int, ...],
+    cache: FeatureCache | None,
 ) -> FeatureSource:
     tokens, seed = options.tokens_per_batch, options.seed
     if cache is None:
-        return OnlineFeatures(target, Batches(corpus, tokens, options.max_length, seed), taps)
+        batches = Batches(data, tokens, options.max_length, seed) if isinstance(data, Corpus) else data
+        return OnlineFeatures(target, batches, taps)
     return CachedFeatures(cache, taps, tokens, seed, device=target.device, dtype=target.dtype)
 
 

@@ -39,6 +39,7 @@ from draftwing.storage import check_regular, locked, replacing, write_text, writ
 from draftwing.train.features import FeatureBatch, FeatureSource
 from draftwing.train.loss import Truth, loss_of
 from draftwing.train.options import TrainOptions
+from draftwing.train.stream import StreamedBatches
 
 CHECKPOINT = "checkpoint.pt"
 
@@ -138,6 +139,7 @@ class Trainer:
         evaluate: called on the main process with the net that would be saved; returns metrics such as ``tau``.
         accelerator: None makes one for ``options.precision``.
         describe: stored in the head as a description of its training.
+        stream: the data of ``source`` if it is streamed; its position is stored in checkpoints.
     """
 
     def __init__(
@@ -152,9 +154,11 @@ class Trainer:
         evaluate: Callable[[DraftNet], dict[str, Any]] | None = None,
         accelerator: Accelerator | None = None,
         describe: dict[str, Any] | None = None,
+        stream: StreamedBatches | None = None,
     ) -> None:
         from accelerate import Accelerator
 
+        self._stream = stream
         self.net, self.source, self.options, self.out = net, source, options, out
         self.accelerator = accelerator or Accelerator(mixed_precision=options.precision)
         # Called on the main process: after every iteration, and with the head's folder whenever the head was written.
@@ -230,6 +234,7 @@ class Trainer:
                 "average": self._average,
                 "input_sizes": self._sizes,
                 "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+                "stream": None if self._stream is None else self._stream.position,
             },
         )
         evaluated = {name: self._evaluated[name] for name in EVALUATED if name in self._evaluated}
@@ -257,6 +262,13 @@ class Trainer:
         if state is not None:
             check_arguments(_STATE, state, CheckpointError)
             self.options.check_resumes(state["options"], str(self.out))
+            if (self._stream is None) != (state.get("stream") is None):
+                raise CheckpointError(
+                    f"{self.out} holds a run on data that was{' not' * (self._stream is not None)} streamed: give the "
+                    f"same --data, or choose another --out"
+                )
+            if self._stream is not None:
+                self._stream.restore(state["stream"])
             self.net.load_state_dict(state["net"])
             calibration = Calibration(**state["calibration"])
             self.net.config = dataclasses.replace(self.net.config, calibration=calibration)
@@ -298,7 +310,7 @@ class Trainer:
         metrics: dict[str, Any] = {}
         for micro in range(options.accumulation):
             number = self.iteration * options.accumulation + micro
-            torch.manual_seed(noise_seed(options.seed, number, accelerator.process_index))
+            torch.manual_seed(noise_seed(options.seed, number))  # the same for all processes, see ``Batch.rand``
             batch = self.source.batch(number, accelerator.process_index, accelerator.num_processes)
             is_last = micro + 1 == options.accumulation
             with nullcontext() if is_last else accelerator.no_sync(self._wrapped):
@@ -392,8 +404,8 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-def noise_seed(seed: int, number: int, rank: int) -> int:
-    return (seed * 1_000_003 + number) * 1_009 + rank
+def noise_seed(seed: int, number: int) -> int:
+    return (seed * 1_000_003 + number) * 1_009
 
 
 def make_optimizers(net: DraftNet, options: TrainOptions) -> list[torch.optim.Optimizer]:

@@ -29,7 +29,8 @@ from torch import Tensor
 from draftwing.errors import ConfigError, DataError
 from draftwing.methods.net import TargetId
 from draftwing.models.lean import LeanTarget
-from draftwing.train.data import Example, OnProgress
+from draftwing.remote import OnProgress
+from draftwing.train.data import Example
 from draftwing.train.feature_cache import GROWING_SHARD_BYTES, CacheRow, CacheSize, GrowingCache
 from draftwing.train.features import best_tokens
 
@@ -103,32 +104,39 @@ def import_states(
     num_kept = num_right = num_counted = 0
     with cache.opened():
         cache.check_room()
-        for number, path in enumerate(files, 1):
-            tokens, states = _read(path, len(ids), target)
-            key = int.from_bytes(hashlib.blake2b(tokens.tobytes(), digest_size=8).digest(), "little", signed=True)
-            mask = np.arange(len(tokens)) > 0 if masks is None else masks.find(tokens)
-            if key in seen:
-                skipped.append((str(path), "another file has the same tokens"))
-            elif mask is None:
-                skipped.append((str(path), "its tokens are those of no dialogue in the data"))
-            elif not mask.any():
-                skipped.append((str(path), "none of its tokens is part of an answer"))
-            elif key not in cache.old_rows:
-                rows[key] = row = _row(path, Example(tokens, mask), states[:][:, columns], target)
-                num_counted += int(mask.sum())
-                num_right += int((row.best[:-1] == tokens[1:])[mask[1:]].sum())
-            elif np.array_equal(cache.old_rows[key].mask, mask):
-                num_kept += 1
-            else:
-                raise cache.foreign(Path(out), "its rows have other masks, of other data")
-            seen.add(key)
-            if rows and (number == len(files) or cache.num_bytes_of(rows.values()) >= shard_bytes):
-                cache.check_room(cache.num_bytes_of(rows.values()))
-                cache.write(cache.free_number, rows)
+        shard = cache.free_number
+        try:
+            for number, path in enumerate(files, 1):
+                tokens, states = _read(path, len(ids), target)
+                key = int.from_bytes(hashlib.blake2b(tokens.tobytes(), digest_size=8).digest(), "little", signed=True)
+                mask = np.arange(len(tokens)) > 0 if masks is None else masks.find(tokens)
+                if key in seen:
+                    skipped.append((str(path), "another file has the same tokens"))
+                elif mask is None:
+                    skipped.append((str(path), "its tokens are those of no dialogue in the data"))
+                elif not mask.any():
+                    skipped.append((str(path), "none of its tokens is part of an answer"))
+                elif key not in cache.old_rows:
+                    rows[key] = row = _row(path, Example(tokens, mask), states[:][:, columns], target)
+                    num_counted += int(mask.sum())
+                    num_right += int((row.best[:-1] == tokens[1:])[mask[1:]].sum())
+                elif np.array_equal(cache.old_rows[key].mask, mask):
+                    num_kept += 1
+                else:
+                    raise cache.foreign(Path(out), "its rows have other masks, of other data")
+                seen.add(key)
+                if rows and (number == len(files) or cache.num_bytes_of(rows.values()) >= shard_bytes):
+                    cache.check_room(cache.num_bytes_of(rows.values()))
+                    cache.write(shard, rows)
+                    cache.write_index()
+                    rows, shard = {}, cache.free_number
+                if on_progress is not None:
+                    on_progress(number, len(files))
+        except KeyboardInterrupt:
+            if rows:  # which may just have been written as this shard
+                cache.write(shard, rows)
                 cache.write_index()
-                rows = {}
-            if on_progress is not None:
-                on_progress(number, len(files))
+            raise
         if cache.num_rows:
             cache.write_index()
     if not cache.num_rows:
