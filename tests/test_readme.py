@@ -31,6 +31,7 @@ COMMANDS = sorted(
         for found in re.findall(r"^ *\$ (?:.* \| )?(draftwing .+)$", page.read_text(), re.M)
         + re.findall(r"^    (draftwing .+)$", page.read_text(), re.M)
     }
+    | set(re.findall(r"^ *(draftwing .+)$", (ROOT / "recipes" / "cluster" / "node.sh").read_text(), re.M))
 )
 GROUPS = ("data", "datastore", "tune")  # commands with commands of their own
 needs_models = pytest.mark.skipif(not (TOY / "target").exists(), reason="the shipped models are not in this tree")

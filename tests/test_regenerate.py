@@ -1,9 +1,12 @@
 """Answers anew: the model's own words, one record at a time, from here or from a server, stopped and gone on with."""
 
 import json
+import runpy
 import shutil
+import subprocess
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -703,3 +706,29 @@ def test_batches_on_the_command_line(dialogues, tmp_path):
     ]:
         failed = run(*args)
         assert part in failed.output.replace("\n", " ") + str(failed.exception)
+
+
+def recipe(name):
+    return runpy.run_path(str(Path(__file__).parents[1] / "recipes" / "cluster" / name))
+
+
+def test_replies_of_ray_are_those_of_a_batch(dialogues, tmp_path):
+    tasks, ray = read_tasks([dialogues]), recipe("ray_answers.py")
+    ask(tmp_path / "requests.jsonl", tasks)
+    replies = []
+    for request in lines_of(tmp_path / "requests.jsonl"):
+        row = {**ray["prepare"](request), "generated_text": "an answer", "num_generated_tokens": SAMPLED.max_tokens}
+        assert row["sampling_params"].items() <= request["body"].items()
+        replies.append(ray["to_reply"](row))
+    out = tmp_path / "out.jsonl"
+    regenerate(tasks, BatchAnswerer([write_lines(tmp_path / "replies.jsonl", replies)]), out)
+    assert [record["finish_reason"] for record in lines_of(out)] == ["length"] * len(lines_of(out))
+    request = recipe("dialogue_requests.py")["request_of"](lines_of(out)[0], "tiny")
+    roles = [message["role"] for message in request["body"]["messages"]]
+    assert roles[-1] == "assistant"
+    assert not request["body"]["add_generation_prompt"]
+
+
+@pytest.mark.parametrize("name", ["slurm.sh", "node.sh"])
+def test_scripts_of_clusters_are_bash(name):
+    subprocess.run(["bash", "-n", Path(__file__).parents[1] / "recipes" / "cluster" / name], check=True)
