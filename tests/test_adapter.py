@@ -9,11 +9,11 @@ import pytest
 import torch
 import transformers
 
-from conftest import FAMILIES, SMALL, add_tokenizer, refused
+from conftest import FAMILIES, SMALL, Knows, add_tokenizer, refused
 from draftwing.decode import Decoder
 from draftwing.errors import CheckpointError, DraftwingWarning, TokenizerError, UnsupportedError
 from draftwing.loading import load_target
-from draftwing.methods.base import Budget, Drafter, NoDrafter
+from draftwing.methods.base import Budget, NoDrafter
 from draftwing.methods.lookup import LookupDrafter
 from draftwing.models.adapter import AdapterTarget
 from draftwing.models.context import FeatureSpec
@@ -122,29 +122,6 @@ def greedy(model, prompt, count):
     ids = torch.tensor([prompt])
     made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
     return made[0, len(prompt) :].tolist()
-
-
-class Knows(Drafter):
-    """Drafts known texts: a chain of four, every fifth token wrong, with a wrong sibling at each node."""
-
-    name, costs_forwards = "knows", False
-
-    def __init__(self, texts):
-        self.texts = texts
-
-    def propose(self, ctx, sampling, budget):
-        tokens, parents = [], []
-        for row in ctx.rows:
-            text = next(text for text in self.texts if text[: len(row.tokens)] == row.tokens)
-            nodes, above, last = [row.tokens[-1]], [-1], 0
-            for i in range(len(row.tokens), min(len(text), len(row.tokens) + 4)):
-                right, wrong = (text[i] + (i % 5 == 0)) % VOCAB, (text[i] + 9) % VOCAB
-                pair = [wrong, right] if i % 2 else [right, wrong]
-                nodes, above = [*nodes, *pair], [*above, last, last]
-                last = len(nodes) - 2 + pair.index(right)
-            tokens.append(nodes)
-            parents.append(above)
-        return DraftTree.from_lists(tokens, parents, ctx.device)
 
 
 def decode(target, prompts, drafter=None, budget=None, **options):
@@ -304,7 +281,7 @@ def test_paths_that_are_wrong_beyond_a_window_are_found(name, window, length):
     target = AdapterTarget(model)
     assert target.runs_nodes_alone
     expected = [plain_greedy(model, PROMPTS[0], 12)]
-    assert decode(target, PROMPTS[:1], Knows([PROMPTS[0] + expected[0]]), temperature=0.0) == expected
+    assert decode(target, PROMPTS[:1], Knows([PROMPTS[0] + expected[0]], 5, 4), temperature=0.0) == expected
 
 
 # --- node by node ----------------------------------------------------------------------------------------------------
@@ -326,7 +303,7 @@ def test_recurrent_models_draft_node_by_node(name):
         assert plain[1] == greedy(model, prompts[1], 9)
     sampled = decode(target, prompts, temperature=1.0, max_tokens=9)
     for texts, temperature in ((plain, 0.0), (sampled, 1.0)):
-        drafter = Knows([[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)])
+        drafter = Knows([[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)], 5, 4)
         assert decode(target, prompts, drafter, temperature=temperature, max_tokens=9) == texts
 
 
@@ -412,7 +389,7 @@ def test_a_recurrent_state_is_not_read_twice(drafts):
     model = make("mamba")
     target = AdapterTarget(model)
     expected = greedy(model, [3, 4], 6)
-    decoder, text = Decoder(target, Knows([[3, 4, *expected]]) if drafts else None), []
+    decoder, text = Decoder(target, Knows([[3, 4, *expected]], 5, 4) if drafts else None), []
     decoder.admit([3, 4], Sampling(temperature=0.0, max_tokens=6, ignore_eos=True))
     good = decoder.rule
     while decoder.num_running:

@@ -8,15 +8,14 @@ import pytest
 import torch
 import transformers
 
-from conftest import SMALL, refused
+from conftest import SMALL, Knows, refused
 from draftwing.decode import Decoder
 from draftwing.errors import UnsupportedError
-from draftwing.methods.base import Budget, Drafter
+from draftwing.methods.base import Budget
 from draftwing.models.adapter import AdapterTarget
 from draftwing.models.context import FeatureSpec
 from draftwing.reference import generate
 from draftwing.sampling import Sampling
-from draftwing.tree import DraftTree
 
 LIMIT = 24
 LONG = {
@@ -74,27 +73,6 @@ def written(name, prompt, count):
     return make(name).generate(ids, max_new_tokens=count, do_sample=False)[0].tolist()
 
 
-class Knows(Drafter):
-    """Drafts known texts, every seventh token wrong, as a chain with a wrong sibling at each node."""
-
-    name, costs_forwards = "knows", False
-
-    def __init__(self, texts):
-        self.texts = texts
-
-    def propose(self, ctx, sampling, budget):
-        tokens, parents = [], []
-        for row in ctx.rows:
-            text = next((text for text in self.texts if text[: len(row.tokens)] == row.tokens), row.tokens)
-            nodes, above, last = [row.tokens[-1]], [-1], 0
-            for i in range(len(row.tokens), min(len(text), len(row.tokens) + budget.depth)):
-                right, wrong = (text[i] + (i % 7 == 0)) % 61, (text[i] + 9) % 61
-                nodes, above, last = [*nodes, wrong, right], [*above, last, last], len(nodes) + 1
-            tokens.append(nodes)
-            parents.append(above)
-        return DraftTree.from_lists(tokens, parents, ctx.device)
-
-
 def decode(target, prompts, count, drafter=None, budget=None):
     decoder, texts, accepted = Decoder(target, drafter, budget=budget), [list(prompt) for prompt in prompts], 0
     ids = [decoder.admit(prompt, Sampling(max_tokens=count, temperature=0.0, ignore_eos=True)) for prompt in prompts]
@@ -117,7 +95,7 @@ def test_texts_across_a_limit_are_those_of_generate(name):
     assert decode(target, PROMPTS, count)[0] == expected
     if target.supports_trees:
         for depth in (2, 7) if name in MODELS else (4,):
-            drafter = Knows(expected)
+            drafter = Knows(expected, 7)
             texts, accepted = decode(target, PROMPTS, count, drafter, Budget(depth))
             assert texts == expected
             assert accepted > (3 if "dynamic" in name else 10)  # which drafts nothing beyond the limit

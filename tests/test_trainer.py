@@ -310,12 +310,12 @@ SHARED = {
     "ema": 0.5,
     "save_every": 100,
 }
-# What is drawn at random is drawn for rows, not for processes.
+# Random numbers belong to the rows of a batch, so they do not depend on the number of processes.
 DRAWN = {"method": "eagle1", "unroll_steps": 2, "later_share": 0.5, "accumulation": 2}
 
 
 def test_two_processes_train_as_one(folder, tmp_path):
-    """The same loss, the same weights; one that is told to stop stops both; and they agree on when a timed run ends.
+    """Losses and weights are equal, a stop of one process stops both, and both end a timed run after the same update.
 
     A run may also be stopped and resumed with another number of processes.
     """

@@ -511,7 +511,7 @@ class Decoder:
         target, running, prunes = self.target, self.running, self.rule.children in ("keyed", "top")
         budgets = [request.speculation for request in running]
         self._wanted = RowBudgets(budgets) if any(budget is not None for budget in budgets) else None
-        is_masked = any(request.constraint is not None or request.sampling.min_tokens for request in running)
+        is_masked = any(request.is_restricted for request in running)
         self._masks = Masks(running, target.vocab_size, target.eos_ids, prunes=prunes) if is_masked else None
         self._max_tokens = [request.sampling.max_tokens for request in running]
         self._batch = SamplingBatch([request.sampling for request in running], self._noise, target.device)

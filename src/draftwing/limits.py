@@ -99,9 +99,7 @@ class RowBudgets:
 
 
 def _num_nodes(budget: Budget | AtMost) -> int:
-    if isinstance(budget, AtMost):
-        return budget.nodes
-    return len(budget.paths) if budget.paths else budget.nodes or budget.depth * budget.width
+    return budget.nodes if isinstance(budget, AtMost) else budget.max_nodes
 
 
 def names_of(drafter: Drafter) -> tuple[str, ...]:

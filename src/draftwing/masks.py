@@ -26,7 +26,7 @@ from draftwing.tree import PAD, DraftTree
 
 @dataclass(frozen=True)
 class _MaskedRow:
-    """A row, and what it may forbid."""
+    """A row that may forbid something."""
 
     row: int
     request: Request
@@ -63,6 +63,8 @@ class Masks:
         self._prunes, self._rows = prunes, list[_MaskedRow]()
         allow_all = np.full((vocab_size + 31) // 32, 0xFFFFFFFF, dtype=np.uint32)
         for row, request in enumerate(requests):
+            if not request.is_restricted:
+                continue
             sampling = request.sampling
             ends = sampling.stop_tokens if sampling.ignore_eos else (*sampling.stop_tokens, *eos_ids)
             self._rows.append(_MaskedRow(row, request, ends, allow_all, words_without(allow_all, ends)))

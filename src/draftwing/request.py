@@ -80,6 +80,11 @@ class Request:
         self.restart_text()
 
     @property
+    def is_restricted(self) -> bool:
+        """True if some tokens may be forbidden, at least at the start of its text."""
+        return self.constraint is not None or bool(self.sampling.min_tokens)
+
+    @property
     def text(self) -> str:
         """The text so far, without special tokens and the stop string."""
         return "".join(row.text for row, _ in self._steps.values())

@@ -9,10 +9,10 @@ Shape suffixes: B rows, N nodes, D depth, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from draftwing.checks import listed
 from draftwing.errors import TreeError, shown
 
 PAD = -1
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -300,6 +301,44 @@ class DraftTree:
                         f"row {row}, node {node}: token {tokens[node]} is outside the target's vocabulary "
                         f"of {vocab_size}"
                     )
+
+
+def depth_first(parents: Sequence[int], nodes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield each of a row's ``nodes`` (ascending, from the root on) and its depth, parents before their children.
+
+    A walk that keeps one state per level always has the parent's. First children come last, so that the states kept at
+    the end are those of the most probable path.
+    """
+    children: dict[int, list[int]] = {node: [] for node in nodes}
+    for node in nodes[1:]:
+        children[parents[node]].append(node)
+    waiting = [(nodes[0], 0)]
+    while waiting:
+        node, depth = waiting.pop()
+        yield node, depth
+        waiting += [(child, depth + 1) for child in children[node]]
+
+
+def latest_state(path: Sequence[tuple[int, T]], nodes: Sequence[int], start: T) -> tuple[T, int]:
+    """Return the state after the first ``nodes`` that a walked path, of nodes and states, shares, and their number."""
+    shared = 0
+    for node, (walked, after) in zip(nodes, path, strict=False):
+        if node != walked:
+            break
+        start, shared = after, shared + 1
+    return start, shared
+
+
+def last_tokens(parents: Tensor, nodes: Tensor, count: int) -> Tensor:
+    """Return (B, M, count) each node and what precedes it, the oldest first, for parents (B, N) and nodes (B, M).
+
+    -1 is the last committed token, -2 the one before.
+    """
+    found = [nodes]
+    for _ in range(count - 1):
+        node = found[0]
+        found.insert(0, torch.where(node >= 0, parents.gather(1, node.clamp(min=0)), node - 1))
+    return torch.stack(found, 2)
 
 
 def _check_ids(name: str, ids: object, ndim: int) -> None:

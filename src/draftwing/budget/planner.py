@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -172,7 +173,7 @@ class Planner:
 
     def __init__(self, costs: Costs, grown: Budget | None, shapes: Sequence[Budget] = FEW_SHAPES) -> None:
         self._costs = costs
-        self.largest = grown or max(shapes, key=_num_nodes)
+        self.largest = grown or max(shapes, key=attrgetter("max_nodes"))
         self._grown, self._shapes = grown, shapes
         self._acceptance, self._ranks = Acceptance(), Ranks()
         self._bandits: dict[tuple[int, int | None], Bandit] = {}
@@ -279,7 +280,7 @@ class Planner:
 
     def rule(self, rows: int) -> GrowthRule:
         """Return the present value and cost of nodes, for a batch of ``rows``."""
-        depth, nodes, bandit = self.largest.depth, _num_nodes(self.largest), self._bandit
+        depth, nodes, bandit = self.largest.depth, self.largest.max_nodes, self._bandit
         verify = np.maximum.accumulate([bandit.costs.verify_seconds(n) for n in range(nodes + 3)])
         levels = [bandit.costs.draft_seconds(level) for level in range(1, depth + 2)]
         worth = 1 / (rows * max(bandit.arms[GROWN].speed, 1 / bandit.costs.baseline))
@@ -290,7 +291,7 @@ class Planner:
 
     def _expected_speed(self, shape: Budget) -> float:
         """Return tokens per second of each row with a fixed shape, its nodes being the likeliest by rank."""
-        costs, nodes = self._bandit.costs, _num_nodes(shape)
+        costs, nodes = self._bandit.costs, shape.max_nodes
         probs = islice(self._ranks.likeliest(shape.depth, shape.width), nodes)
         seconds = costs.draft_seconds(shape.depth, shape.width) + costs.verify_seconds(nodes + 1)
         return (1 + sum(prob for _, prob in probs)) / seconds
@@ -322,10 +323,6 @@ class Planner:
         else:
             self._num_losses, self._lowest_loss = self._num_losses + 1, min(self._lowest_loss, self._temperature)
             self._num_skips = self._num_losses.bit_length() - 1
-
-
-def _num_nodes(budget: Budget) -> int:
-    return budget.nodes or budget.depth * budget.width
 
 
 def planner_for(rule_name: str, drafter: Drafter, device: torch.device) -> Planner:

@@ -117,11 +117,9 @@ def bench(
         from draftwing.lab.bench import Plan, describe_settings, open_journal, run
         from draftwing.lab.bench_sets import find_files, read_set
         from draftwing.loading import load
-        from draftwing.remote import download, is_url
 
-        named = [*(sets or ()), *(files or ())]
-        download((name if is_url(name) else name.partition("=")[2] for name in named), progress)
-        questions = [read_set(name, file) for name, file in find_files(named).items()]
+        found = find_files([*(sets or ()), *(files or ())], progress)
+        questions = [read_set(name, file) for name, file in found.items()]
         methods.settings()
         baseline = load(**vars(model), draft="none")
         samplings = sampled.to_samplings(baseline.tokenizer.folder)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from draftwing.errors import CheckpointError, ConfigError, PromptError, shown
-from draftwing.remote import is_url, local_copy
+from draftwing.remote import Phase, download, is_url, local_copy
 from draftwing.text.prompts import check_text, read_entries, read_record
 
 # The categories of MT-bench, which Spec-Bench contains and reports as one task.
@@ -72,12 +72,13 @@ def _in_turn(groups: Sequence[Sequence[Question]]) -> list[Question]:
     return [question for row in zip_longest(*groups) for question in row if question is not None]
 
 
-def find_files(arguments: Sequence[str]) -> dict[str, Path]:
-    """Find question files, by the name of their set.
+def find_files(arguments: Sequence[str], phase: Phase | None = None) -> dict[str, Path]:
+    """Find question files, by the name of their set; those at URLs are downloaded first.
 
     Args:
-        arguments: each is ``NAME=FILE``, a file (or its URL) (its name is the set's) or a folder, which gives its
+        arguments: each is ``NAME=FILE``, a file or its URL (its name is the set's), or a folder, which gives its
             ``question.jsonl``, else its ``.jsonl`` and ``.json`` files and each ``question.jsonl`` one folder below.
+        phase: shows a download, see ``remote.download``.
     """
     sets: dict[str, Path] = {}
     for argument in arguments:
@@ -86,6 +87,8 @@ def find_files(arguments: Sequence[str]) -> dict[str, Path]:
             prefix, rest = "", argument
         elif not prefix.strip() or not rest:
             raise ConfigError(f"--set must be NAME=FILE, FILE or a folder, found {shown(argument)}")
+        if phase is not None:
+            download([rest], phase)
         path = local_copy(rest)
         files = _files_in(path) if path.is_dir() else [path]
         if prefix and len(files) > 1:

@@ -97,6 +97,11 @@ class Budget:
         """True if no node has more than one child."""
         return self.width == 1
 
+    @property
+    def max_nodes(self) -> int:
+        """The most nodes of a tree, besides the root."""
+        return len(self.paths) if self.paths else self.nodes or self.depth * self.width
+
     def shape(self) -> tuple[tuple[int, ...], ...]:
         """Return the static tree: ``paths``, or ``width`` children of the root that continue as chains."""
         if self.paths is not None:
@@ -295,8 +300,11 @@ class Drafter:
 
     def copy_capabilities(self, drafter: Drafter) -> None:
         """Take the attributes that describe ``drafter``, which this one wraps; its name and identity are kept."""
-        names = "features drafts costs_forwards grows_by_rule learns resumes lists num_bytes runs_as context part_names"
-        for name in (*names.split(), "has_probs", "tokenizer"):
+        names = (
+            "features drafts costs_forwards grows_by_rule learns resumes lists has_probs num_bytes runs_as tokenizer "
+            "context part_names"
+        )
+        for name in names.split():
             setattr(self, name, getattr(drafter, name))
 
 

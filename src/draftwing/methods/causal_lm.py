@@ -370,9 +370,8 @@ class TranslatingDrafter(CausalLMDrafter):
                     tokens, parents = [*tokens, token], [*parents, above]
                     chances, depths = [*chances, 0.0], [*depths, depths[above] + 1]
                 chances[child], above = max(chances[child], reached[nodes[count]]), child
-        max_nodes = len(budget.paths) if budget.paths else budget.nodes or budget.depth * budget.width
         # The likeliest nodes, which are connected: none is likelier than its parent, which comes first.
-        kept = sorted(sorted(range(len(tokens)), key=lambda node: -chances[node])[: 1 + max_nodes])
+        kept = sorted(sorted(range(len(tokens)), key=lambda node: -chances[node])[: 1 + budget.max_nodes])
         place = {node: i for i, node in enumerate(kept)}
         return ListTree(
             [tokens[node] for node in kept],

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from draftwing.errors import UnsupportedError
 from draftwing.methods.net import DraftNet
 from draftwing.methods.objectives import StepGuesses
 from draftwing.models.attention import CausalAttention, HeadTraits
@@ -69,9 +68,6 @@ class UnrolledAttention(CausalAttention):
         for step, (_, step_values) in enumerate(steps):
             mixed = mixed + on_chain[..., step : step + 1] * step_values[:, :, None]
         return mixed.permute(0, 3, 1, 2, 4).reshape(self._rows * length, -1)
-
-    def before(self, layer: int, inputs: Tensor, count: int) -> Tensor:
-        raise UnsupportedError("layers with a short convolution cannot be unrolled: choose another target")
 
 
 def unroll(

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from draftwing.models.linear import Embedding, Linear
 from draftwing.models.target import Target
 from draftwing.models.weights import check_finite
 from draftwing.noise import AcceptArgs
-from draftwing.tree import PAD, Accepted, DraftTree
+from draftwing.tree import PAD, Accepted, DraftTree, depth_first, latest_state
 
 # Names of the cache in transformers: since 5.24, before that, of state-space models before that, and of RWKV.
 CACHES = ("cache", "past_key_values", "cache_params", "state")
@@ -300,17 +301,11 @@ class AdapterTarget(Target):
         return TargetOutput(logits, taps)
 
     def _walk(self, state: RowCache, length: int, tree: DraftTree, index: int, features: FeatureSpec) -> TargetOutput:
-        """Run a tree node by node, depth first, after its root; keeps the states of one path at a time.
-
-        First children come last, so that the path kept at the end is the most probable one.
-        """
+        """Run a tree node by node, depth first, after its root; keeps the states of one path at a time."""
         root = state.last
         assert root is not None
         tokens, parents = tree.tokens[index].tolist(), tree.parents[index].tolist()
-        children: list[list[int]] = [[] for _ in tokens]
-        for node in range(1, len(tokens)):
-            if tokens[node] != PAD:
-                children[parents[node]].append(node)
+        used = [node for node, token in enumerate(tokens) if token != PAD]
         logits = root.logits.new_zeros(1, len(tokens), root.logits.shape[-1])
         taps = None if root.features is None else root.features.new_zeros(1, len(tokens), root.features.shape[-1])
 
@@ -320,19 +315,16 @@ class AdapterTarget(Target):
                 taps[:, node] = output.features[:, -1]
 
         write(0, root)
-        path, waiting = [(0, state.cache)], list(children[0])
-        while waiting:
-            node = waiting.pop()
-            while path[-1][0] != parents[node]:
-                path.pop()
+        path = [(0, state.cache)]
+        for node, depth in islice(depth_first(parents, used), 1, None):
+            del path[depth:]
             ids = torch.tensor([[tokens[node]]], device=self.device)
-            output = self._run(ids, _copy(path[-1][1]), features, length + len(path))
+            output = self._run(ids, _copy(path[-1][1]), features, length + depth)
             write(node, TargetOutput(output.logits, _taps(output, features)))
             cache = getattr(output, self._cache_name)
             for _, above in path:
                 _share(above, cache)
             path.append((node, cache))
-            waiting += children[node]
         state.path = path
         return TargetOutput(logits, taps)
 
@@ -358,11 +350,7 @@ class AdapterTarget(Target):
 
     def _keep(self, state: RowCache, length: int, nodes: list[int], tokens: Tensor) -> None:
         """Take the state after the accepted nodes, reading those again that were not walked last."""
-        shared = 0
-        for node, (walked, cache) in zip(nodes, state.path, strict=False):
-            if node != walked:
-                break
-            state.cache, shared = cache, shared + 1
+        state.cache, shared = latest_state(state.path, nodes, state.cache)
         state.path, state.last, state.num_read = [], None, None
         for depth, node in enumerate(nodes[shared:], shared):
             output = self._run(tokens[:, node : node + 1], state.cache, start=length + depth)

@@ -19,9 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from draftwing.models import gpu
 from draftwing.models.cache import KEY_BLOCK, KVCache, View, round_up
-from draftwing.models.recurrent import GatedDelta, RecurrentStates
+from draftwing.models.recurrent import GatedDelta, RecurrentStates, WalkOrder
 from draftwing.torch_utils import on_device
-from draftwing.tree import PAD, DraftTree
+from draftwing.tree import DraftTree, last_tokens
 
 # Queries are padded to multiples of this and keys to KEY_BLOCK, so that a row's bits on a CPU do not depend on others.
 QUERY_BLOCK = 8
@@ -180,14 +180,6 @@ class Attention(ABC):
     def mix(self, layer: int, traits: HeadTraits, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(R, K, D) each, k and v with the KV heads alone -> (R, heads * D)."""
 
-    def before(self, layer: int, inputs: Tensor, count: int) -> Tensor:
-        """The inputs (R, count, H) of a convolution at the tokens before each row, the oldest first; zeros without."""
-        raise NotImplementedError  # only language models have convolutions
-
-    def recur(self, layer: int, rows: Tensor, delta: GatedDelta) -> Tensor:
-        """The result of a recurrent layer for its matrix's rows (R, width): see ``GatedDelta.mix``."""
-        raise NotImplementedError
-
 
 @dataclass(frozen=True)
 class TreeSlots:
@@ -245,7 +237,7 @@ class SlotAttention(Attention):
         num_heads, kv_heads = heads
         dim = where.cache.data.shape[5]
         self._where, self._before = where, dict[int, Tensor]()
-        self._trees: list[tuple[list[int], list[int]]] | None = None  # parents and used nodes of each row
+        self._orders: list[WalkOrder] | None = None  # for recurrent layers
         self._windows, self._scale, self._rows_out = windows, dim**-0.5, num_rows_out
         self._causal = causal or [False] * len(windows)
         nodes = where.tree.num_nodes - where.first_node
@@ -257,7 +249,10 @@ class SlotAttention(Attention):
         """Compute the masks and indices of all layers."""
 
     def before(self, layer: int, inputs: Tensor, count: int) -> Tensor:
-        """See ``Attention.before``. Writes the inputs of each node into its slot, and gathers its ancestors'."""
+        """The inputs (R, count, H) of a convolution at the tokens before each row, the oldest first; zeros without.
+
+        Writes the inputs of each node into its slot, and gathers its ancestors'.
+        """
         where, (rows, nodes) = self._where, self._shape[:2]
         data = where.cache.data[layer]
         if where.watched is None:
@@ -275,26 +270,22 @@ class SlotAttention(Attention):
         )
 
     def recur(self, layer: int, rows: Tensor, delta: GatedDelta) -> Tensor:
+        """The result of a recurrent layer for its matrix's rows (R, width): see ``GatedDelta.mix``."""
         where = self._where
-        if self._trees is None:
-            tokens, parents = where.tree.tokens.tolist(), where.tree.parents.tolist()
-            used = [[node for node, token in enumerate(row) if token != PAD] for row in tokens]
-            self._trees = list(zip(parents, used, strict=True))
-        states, rows = where.cache.states, rows.view(len(self._trees), -1, rows.shape[1])
-        first, mixed = where.first_row, list[Tensor]()
-        for row, tree in enumerate(self._trees):
-            mixed.append(states.forward(first + row, layer, rows[row], delta, *tree))
+        if self._orders is None:
+            self._orders = WalkOrder.of(where.tree, delta.weight.shape[0])
+        states, texts = where.cache.states, rows.view(len(self._orders), -1, rows.shape[1])
+        mixed = [
+            states.forward(where.first_row + row, layer, texts[row], delta, order)
+            for row, order in enumerate(self._orders)
+        ]
         return torch.cat(mixed)
 
     def _slots_before(self, where: TreeSlots, count: int) -> Tensor:
         """(B, N, count) slots of the tokens before each node that is run, the oldest first; negative without."""
         parents = where.tree.parents
-        node = torch.arange(where.first_node, where.tree.num_nodes, device=parents.device).expand(len(parents), -1)
-        found: list[Tensor] = []
-        for _ in range(count):  # -1 is the last committed token, -2 the one before
-            node = torch.where(node >= 0, parents.gather(1, node.clamp(min=0)), node - 1)
-            found.insert(0, node)
-        return where.lengths_B[:, None, None] + torch.stack(found, 2)
+        nodes = torch.arange(where.first_node, where.tree.num_nodes, device=parents.device).expand(len(parents), -1)
+        return where.lengths_B[:, None, None] + last_tokens(parents, nodes, count + 1)[:, :, :-1]
 
 
 class TreeAttention(SlotAttention):
@@ -437,6 +428,7 @@ class CausalAttention(Attention):
         super().__init__(cis)
         self._rows, self._length, self._windows, self._scale = num_rows, length, windows, scale
         self._masks: dict[int, Tensor] = {}
+        self._order: WalkOrder | None = None  # for recurrent layers
 
     def mix(self, layer: int, traits: HeadTraits, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(R, heads, D) each -> (R, heads * D)."""
@@ -464,9 +456,11 @@ class CausalAttention(Attention):
         return torch.stack(shifted, 2).flatten(0, 1)
 
     def recur(self, layer: int, rows: Tensor, delta: GatedDelta) -> Tensor:
-        chain = range(-1, self._length - 1), range(self._length)
+        if self._order is None:
+            chain = DraftTree.chain(torch.zeros(1, self._length, dtype=torch.int64, device=rows.device))
+            self._order = WalkOrder.of(chain, delta.weight.shape[0])[0]
         texts = rows.view(self._rows, self._length, -1)
-        return torch.cat([RecurrentStates().forward(0, layer, text, delta, *chain) for text in texts])
+        return torch.cat([RecurrentStates().forward(0, layer, text, delta, self._order) for text in texts])
 
     def _mask(self, window: int | None, device: torch.device, *, always: bool = False) -> Tensor | None:
         """(T, T) True for visible tokens; None if all earlier ones are, unless ``always``."""

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.models.config import DeltaConfig
+from draftwing.tree import PAD, DraftTree, depth_first, last_tokens, latest_state
 
 _EPS = 1e-6  # added to the squared lengths of queries and keys
 _split = torch.split_with_sizes
@@ -81,6 +82,22 @@ class GatedDelta(nn.Module):
         return gated
 
 
+class WalkOrder(NamedTuple):
+    """How all layers walk a row's tree."""
+
+    nodes: Sequence[tuple[int, int]]  # with their depths, see ``depth_first``
+    windows: Tensor  # (N, S) for each node its last inputs, as indices of the S - 1 committed ones and the tree's
+
+    @classmethod
+    def of(cls, tree: DraftTree, size: int) -> list[WalkOrder]:
+        """For each row, if the convolutions read ``size`` tokens."""
+        tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+        used = [[node for node, token in enumerate(row) if token != PAD] for row in tokens]
+        nodes = torch.arange(tree.num_nodes, device=tree.parents.device).expand(tree.num_rows, -1)
+        windows = last_tokens(tree.parents, nodes, size) + size - 1
+        return [cls([*depth_first(*row)], own) for *row, own in zip(parents, used, windows, strict=True)]
+
+
 @dataclass
 class _Walk:
     """The last forward of a row's tree through one layer."""
@@ -116,53 +133,27 @@ class RecurrentStates:
             self._rows[target] = self._rows.pop(source)
         self._walks.pop(source, None)
 
-    def forward(
-        self, row: int, layer: int, rows: Tensor, delta: GatedDelta, parents: Sequence[int], used: Sequence[int]
-    ) -> Tensor:
-        """The matrix's rows of a tree (N, width) -> (N, V * D); commits nothing.
-
-        Args:
-            parents: of each node, -1 for the root.
-            used: the nodes that are no padding, in ascending order.
-        """
+    def forward(self, row: int, layer: int, rows: Tensor, delta: GatedDelta, order: WalkOrder) -> Tensor:
+        """The matrix's rows of a tree (N, width) -> (N, V * D); commits nothing."""
         config, size = delta.config, delta.weight.shape[0]
         sizes = [config.conv_width, config.values_width, config.num_value_heads, config.num_value_heads]
         inputs, z, b, a = _split(rows, sizes, 1)
         before = self._committed(row, layer, inputs, size).inputs
-        index = []
-        for node in range(len(parents)):
-            at, window = node, list[int]()
-            for _ in range(size):
-                window.insert(0, size - 1 + at)
-                at = parents[at] if at >= 0 else at - 1  # -1 is the last committed token, -2 the one before
-            index.append(window)
-        windows = torch.cat([before, inputs])[torch.tensor(index, device=rows.device)]
-        walk = _Walk(delta, inputs, delta.tokens(windows, b, a))
+        walk = _Walk(delta, inputs, delta.tokens(torch.cat([before, inputs])[order.windows], b, a))
         self._walks.setdefault(row, {})[layer] = walk
         mixed = walk.tokens[2].new_zeros(len(rows), config.num_value_heads, config.value_dim)
-        children: list[list[int]] = [[] for _ in parents]
-        for node in used[1:]:
-            children[parents[node]].append(node)
-        path, waiting = walk.path, [0]
-        while waiting:  # first children last: the path that is kept is the most probable one
-            node = waiting.pop()
-            while path and path[-1][0] != parents[node]:
-                path.pop()
-            state = path[-1][1] if path else self._rows[row][layer].state
+        for node, depth in order.nodes:
+            del walk.path[depth:]
+            state = walk.path[-1][1] if depth else self._rows[row][layer].state
             state, mixed[node] = delta.step(state, [part[node] for part in walk.tokens])
-            path.append((node, state))
-            waiting += children[node]
+            walk.path.append((node, state))
         return delta.gated(mixed, z)
 
     def commit(self, row: int, nodes: Sequence[int]) -> None:
         """Take the states after the accepted nodes of the last forward, from the root on."""
         for layer, walk in self._walks.pop(row, {}).items():
             committed = self._rows[row][layer]
-            state, shared = committed.state, 0
-            for node, (walked, after) in zip(nodes, walk.path, strict=False):
-                if node != walked:
-                    break
-                state, shared = after, shared + 1
+            state, shared = latest_state(walk.path, nodes, committed.state)
             for node in nodes[shared:]:
                 state = walk.delta.step(state, [part[node] for part in walk.tokens])[0]
             inputs = torch.cat([committed.inputs, walk.inputs[list(nodes)]])[len(nodes) :]

@@ -131,8 +131,8 @@ def find_files(
     """Find every file of the sources, and the data sets; files of a folder are sorted by their relative names.
 
     ``hf://datasets/org/name`` is a data set, as are the Parquet files of a folder together. Other URLs are copied to
-    this machine first (see ``remote``). Folders are read without hidden files and folders,
-    ``__pycache__``, installed packages, and ``output``, the file that is being written.
+    this machine first (see ``remote``). Folders are read without hidden files and folders, ``__pycache__``, installed
+    packages, and ``output``, the file that is being written.
 
     Args:
         exclude: a file with one relative name per line to leave out of folders: a file, a folder with a slash at its

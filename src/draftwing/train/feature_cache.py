@@ -453,6 +453,21 @@ class GrowingCache:
                 f"{free:,} bytes ({decimal(free)}) free: make room, write elsewhere, or cache less data"
             )
 
+    @contextmanager
+    def filling(self, *, indexes: bool) -> Iterator[PendingShard]:
+        """Yield a shard to fill. Its ``write`` stores it, and so do the end of the block and Ctrl-C.
+
+        Args:
+            indexes: write the index with every shard, so that what is there is readable.
+        """
+        pending = PendingShard(self, indexes)
+        try:
+            yield pending
+            pending.write()
+        except KeyboardInterrupt:
+            pending.write()
+            raise
+
     def write(self, number: int, rows: Mapping[int, CacheRow]) -> None:
         """Write a shard of rows, by key. Idempotent: the same arguments may be written again."""
         states = torch.cat([row.states for row in rows.values()]).to(DTYPES[self.info.dtype])
@@ -497,6 +512,26 @@ class GrowingCache:
         )
 
 
+class PendingShard:
+    """Rows by key that are not written yet: see ``GrowingCache.filling``."""
+
+    def __init__(self, cache: GrowingCache, indexes: bool) -> None:
+        self._cache, self._indexes = cache, indexes
+        self._number, self.rows = cache.free_number, dict[int, CacheRow]()
+
+    def num_bytes(self, more: Iterable[CacheRow] = ()) -> int:
+        """Return the size of the shard, with further rows."""
+        return self._cache.num_bytes_of([*self.rows.values(), *more])
+
+    def write(self) -> None:
+        """Write the rows, if there are any; an interrupt in here may let it be written again as the same shard."""
+        if self.rows:
+            self._cache.write(self._number, self.rows)
+            if self._indexes:
+                self._cache.write_index()
+            self.rows, self._number = {}, self._cache.free_number
+
+
 @dataclass(frozen=True)
 class CacheWritten:
     """The result of ``write_cache``: the whole cache; ``num_kept`` of its shards existed before."""
@@ -536,7 +571,6 @@ def write_cache(
     settings = {"max_length": batches.max_length, "seed": batches.seed, "validation_share": validation_share}
     cache = GrowingCache(folder, target, taps, identity=identity, shard_bytes=shard_bytes, dtype=dtype, **settings)
     epoch, total, old_rows = batches.epoch(0), batches.num_tokens_per_epoch, cache.old_rows
-    rows: dict[int, CacheRow] = {}
     with cache.opened():
         unmatched = dict(old_rows)
         for number, keys in enumerate(epoch) if old_rows else ():
@@ -549,8 +583,7 @@ def write_cache(
         num_kept, done = cache.num_shards, cache.size.num_tokens
         missing = cache.info.size(len(batches.lengths) - cache.num_rows, total - done)
         cache.check_room(missing.num_bytes, "the cache")
-        shard = cache.free_number
-        try:
+        with cache.filling(indexes=False) as shard:
             for number, keys in enumerate(epoch):
                 if all(key in old_rows for key in keys.tolist()):
                     continue
@@ -562,18 +595,11 @@ def write_cache(
                     for i, (key, example) in enumerate(zip(keys.tolist(), batch.examples(), strict=True))
                     if key not in old_rows
                 }
-                if rows and cache.num_bytes_of([*rows.values(), *new_rows.values()]) > shard_bytes:
-                    cache.write(shard, rows)
-                    rows, shard = {}, cache.free_number
-                rows |= new_rows
+                if shard.num_bytes(new_rows.values()) > shard_bytes:
+                    shard.write()
+                shard.rows |= new_rows
                 done += sum(len(row.states) for row in new_rows.values())
                 if on_progress is not None:
                     on_progress(done, total)
-        except KeyboardInterrupt:
-            if rows:  # which may just have been written as this shard
-                cache.write(shard, rows)
-            raise
-        if rows:
-            cache.write(shard, rows)
         cache.write_index()
     return CacheWritten(cache.size, cache.num_shards, num_kept)

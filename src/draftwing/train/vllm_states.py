@@ -98,14 +98,12 @@ def import_states(
         raise DataError(f"{folder}: has no *.safetensors file: give the shared_storage_path of vLLM's connector")
     masks = None if dialogues is None else _Masks(dialogues)
     columns = [ids.index(state) for state in cache.info.states]
-    rows: dict[int, CacheRow] = {}
     seen: set[int] = set()
     skipped: list[tuple[str, str]] = []
     num_kept = num_right = num_counted = 0
     with cache.opened():
         cache.check_room()
-        shard = cache.free_number
-        try:
+        with cache.filling(indexes=True) as shard:
             for number, path in enumerate(files, 1):
                 tokens, states = _read(path, len(ids), target)
                 key = int.from_bytes(hashlib.blake2b(tokens.tobytes(), digest_size=8).digest(), "little", signed=True)
@@ -117,7 +115,7 @@ def import_states(
                 elif not mask.any():
                     skipped.append((str(path), "none of its tokens is part of an answer"))
                 elif key not in cache.old_rows:
-                    rows[key] = row = _row(path, Example(tokens, mask), states[:][:, columns], target)
+                    shard.rows[key] = row = _row(path, Example(tokens, mask), states[:][:, columns], target)
                     num_counted += int(mask.sum())
                     num_right += int((row.best[:-1] == tokens[1:])[mask[1:]].sum())
                 elif np.array_equal(cache.old_rows[key].mask, mask):
@@ -125,18 +123,11 @@ def import_states(
                 else:
                     raise cache.foreign(Path(out), "its rows have other masks, of other data")
                 seen.add(key)
-                if rows and (number == len(files) or cache.num_bytes_of(rows.values()) >= shard_bytes):
-                    cache.check_room(cache.num_bytes_of(rows.values()))
-                    cache.write(shard, rows)
-                    cache.write_index()
-                    rows, shard = {}, cache.free_number
+                if shard.rows and (number == len(files) or shard.num_bytes() >= shard_bytes):
+                    cache.check_room(shard.num_bytes())
+                    shard.write()
                 if on_progress is not None:
                     on_progress(number, len(files))
-        except KeyboardInterrupt:
-            if rows:  # which may just have been written as this shard
-                cache.write(shard, rows)
-                cache.write_index()
-            raise
         if cache.num_rows:
             cache.write_index()
     if not cache.num_rows:
