@@ -75,11 +75,16 @@ def check_trees(model, target, prompts):
         assert torch.allclose(second.logits[row], expected, atol=1e-10, rtol=0)
 
 
+ONE, RAGGED = [[3, 8, 12, 5]], [list(range(3, 23)), [4], [9, 9, 30, 31, 32]]
+
+
 @pytest.mark.parametrize(
     ("family", "prompts"),
-    [(family, [[3, 8, 12, 5]]) for family in LEAN]
-    + [(family, [list(range(3, 23)), [4], [9, 9, 30, 31, 32]]) for family in (*LEAN, *FURTHER)],
-    ids=[f"{family}-one" for family in LEAN] + [f"{family}-ragged" for family in (*LEAN, *FURTHER)],
+    [
+        *(pytest.param(family, ONE, id=f"{family}-one") for family in LEAN),
+        *(pytest.param(family, ONE, id=f"{family}-one", marks=pytest.mark.full) for family in FURTHER),
+        *(pytest.param(family, RAGGED, id=f"{family}-ragged") for family in (*LEAN, *FURTHER)),
+    ],
 )
 def test_logits_of_every_family(family, prompts, folder_of):
     target = LeanTarget.from_folder(folder_of(family), torch.float64)
