@@ -114,7 +114,7 @@ def main(
     if found["transformers"]:
         pairs = zip(found["lean"], found["transformers"], strict=True)
         result["speedup_over_transformers"] = round(statistics.median(a / b for a, b in pairs), 2)
-    table = Table("decoder", "tokens/s", "share of limit", title=f"plain decoding, {target.name}, float32, batch 1")
+    table = Table("decoder", "tokens/s", "share of limit", title=f"baseline decoding, {target.name}, float32, batch 1")
     for name, rate in medians.items():
         table.add_row(name, f"{rate:.1f}", f"{rate / medians['limit']:.0%}")
     Console().print(table)

@@ -253,7 +253,7 @@ def draw(entries: Sequence[Entry], settings: Settings, png: Path) -> None:
         axes.bar(at, heights, width, color=color, label=name, zorder=2)
     axes.axhline(1, color="black", lw=0.8, zorder=3)
     axes.set_xticks(range(len(entries)), [title(entry) for entry in entries])
-    axes.set(ylabel="times plain decoding", title=f"{settings.target}, {settings.draft}")
+    axes.set(ylabel="times baseline decoding", title=f"{settings.target}, {settings.draft}")
     axes.legend(fontsize=6, ncol=2)
     figure.savefig(png, dpi=110)
     plt.close(figure)
@@ -350,7 +350,7 @@ def main(
     output: Annotated[Path | None, typer.Option("--json", help="Write the figures here after every set.")] = None,
     png: Annotated[Path | None, typer.Option("--png", help="Draw them.")] = None,
 ) -> None:
-    """Compare the automatic budget with plain decoding and with fixed trees, set by set.
+    """Compare the automatic budget with baseline decoding and with fixed trees, set by set.
 
     Examples:
 

@@ -216,7 +216,7 @@ class Handover:
     Attributes:
         drafts: forwards with a draft, vLLM's and ours.
         vllm, ours: accepted at each position over all drafts (so not given that the position was reached).
-        same_prompts, same_texts: prompts with equal ids; of them, those with equal text, our plain decoding included.
+        same_prompts, same_texts: prompts with equal ids; of them, those with equal text, our baseline included.
     """
 
     method: str

@@ -113,7 +113,7 @@ USUAL = {
     "seed": st.integers(0, 2**63 - 1),
     "logprobs": st.none() | st.integers(0, 64),
     "min_tokens": st.integers(0, 1),
-    "laws": st.integers(0, 3),
+    "node_distributions": st.integers(0, 3),
 }
 
 
@@ -165,7 +165,7 @@ def test_a_budget(options):
     | st.fixed_dictionaries({"paths": PATHS})
 )
 def test_a_budget_at_work(lms, options):
-    """Any shape gives the text of plain decoding."""
+    """Any shape gives the text of baseline decoding."""
     wanted = lms[0].generate([[5, 6, 5]], max_tokens=4)[0].token_ids
     with works_or_is_refused():
         budget = dw.Budget(**options)

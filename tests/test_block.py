@@ -82,7 +82,7 @@ def scored(target, net, rows=2, length=14):
 
 @pytest.mark.parametrize("method", ["medusa", "hydra", "dflash", "eagle1", "eagle3", "mtp", "kangaroo"])
 def test_the_texts_own_tokens_as_truth(method, small, folder_of):
-    """Cross-entropy with the next token is that with a law which is sure of it."""
+    """Cross-entropy with the next token is that with a distribution which is sure of it."""
     kind, options = get_method(method), TrainOptions(method, iterations=1)
     settings = {**options.settings, "num_layers": 1} if "num_layers" in options.settings else options.settings
     net = new_net(method, small, folder_of("llama", head_dim=32), **settings)
@@ -190,15 +190,15 @@ def check_levels(tree, row, nodes, best_of):
 # --- how trees grow from a block -------------------------------------------------------------------------------------
 
 
-def grown(laws, budget, temperature, *, wide):
-    """A tree from laws (B, K, V), one for each level; ``wide`` says them to every node by itself."""
-    rows, vocab = len(laws), laws.shape[-1]
+def grown(distributions, budget, temperature, *, wide):
+    """A tree from distributions (B, K, V), one for each level; ``wide`` says them to every node by itself."""
+    rows, vocab = len(distributions), distributions.shape[-1]
     ctx = Context(torch.device("cpu"), [Row([1, 2, 3 + row], 2, 2) for row in range(rows)])
     requests = [Sampling(temperature=temperature, seed=row) for row in range(rows)]
     sampling = SamplingBatch(requests, noise_of(vocab, torch.device("cpu")))
     growth = TreeBuilder(ctx.pending(), [True] * rows, [3] * rows, sampling, budget, Calibration(1.5, 0.1))
-    for level in range(laws.shape[1]):
-        logits = laws[:, level : level + 1]
+    for level in range(distributions.shape[1]):
+        logits = distributions[:, level : level + 1]
         growth.extend(logits.expand(-1, growth.num_newest, -1) if wide else logits)
         if growth.done:
             break
@@ -211,10 +211,10 @@ def grown(laws, budget, temperature, *, wide):
     [Budget(4), Budget(3, 3), Budget(4, 4, 9), Budget(paths=((0,), (1,), (0, 0), (1, 2), (0, 0, 1))), erratic(4, 3, 9)],
     ids=["chain", "level", "dynamic", "static", "rule"],
 )
-def test_one_law_for_a_level_is_the_same_law_for_each_node(budget, temperature):
+def test_one_distribution_for_a_level_is_the_same_distribution_for_each_node(budget, temperature):
     torch.manual_seed(1)
-    laws = 2 * torch.randn(3, 4, 30)
-    one, other = (grown(laws, budget, temperature, wide=wide) for wide in (False, True))
+    distributions = 2 * torch.randn(3, 4, 30)
+    one, other = (grown(distributions, budget, temperature, wide=wide) for wide in (False, True))
     assert torch.equal(one.tokens, other.tokens)
     assert torch.equal(one.parents, other.parents)
     if one.confidence is not None:
@@ -222,11 +222,11 @@ def test_one_law_for_a_level_is_the_same_law_for_each_node(budget, temperature):
 
 
 def test_a_dynamic_tree_holds_the_likeliest_paths():
-    """Best-first over a block's laws, against all paths there are (DDTree's optimum)."""
+    """Best-first over a block's distributions, against all paths there are (DDTree's optimum)."""
     torch.manual_seed(2)
-    laws = 2 * torch.randn(1, 3, 8).double()
-    tree = grown(laws, Budget(3, 8, 12), 0.0, wide=False)
-    chances = laws[0].softmax(-1)
+    distributions = 2 * torch.randn(1, 3, 8).double()
+    tree = grown(distributions, Budget(3, 8, 12), 0.0, wide=False)
+    chances = distributions[0].softmax(-1)
     every = {
         path: float(torch.stack([chances[level, token] for level, token in enumerate(path)]).prod())
         for depth in (1, 2, 3)
@@ -436,7 +436,7 @@ def test_dflashs_loss_is_the_papers(small, folder_of):
 
 
 def test_dflash_drafts_from_all_features(folder_of):
-    """Every step of rows of several lengths, through slots: the laws that one block after the text so far has."""
+    """Rows of several lengths, through slots: each step has the distributions of one block after the text so far."""
     folder = folder_of("llama", head_dim=32)
     target = load_target(folder, prepack=False)
     net = new_net("dflash", target, folder, num_layers=2, unroll_steps=3).requires_grad_(False)
@@ -466,7 +466,7 @@ def test_dflash_shapes(small, folder_of):
 # --- DSpark ----------------------------------------------------------------------------------------------------------
 
 
-def dspark_law(net, head, x, before):
+def dspark_distribution(net, head, x, before):
     """Logits of one place (H,) after one token, and how sure the net is of them."""
     known = torch.cat([x, net.embedding_before[before]])
     trust = net.trust.weight[0] @ known + net.trust.bias[0]
@@ -474,7 +474,7 @@ def dspark_law(net, head, x, before):
 
 
 def test_dsparks_loss_is_the_papers(small, folder_of):
-    """Each place with the token before it; and the trust in it, by how much of its law overlaps with the target's."""
+    """Each place with the token before it; its confidence is the overlap of its distribution with the target's."""
     net = new_net("dspark", small, folder_of("llama", head_dim=32), num_layers=1, unroll_steps=3, rank=6)
     found, head = scored(small, net), small.head.weight.float()
     loss = get_method("dspark").loss(net, OBJECTIVES["dflash"], 3).eval()
@@ -482,7 +482,7 @@ def test_dsparks_loss_is_the_papers(small, folder_of):
     with torch.no_grad():
         for level, row, entry, guessed, p in guesses(found, range(small.vocab_size), 3, (0, 4, 8)):
             read = dflash_block(net, found.features[row, : entry + 1], found.batch.ids[row, entry + 1])
-            logits, sure = dspark_law(net, head, read[1 + level], found.batch.ids[row, guessed - 1])
+            logits, sure = dspark_distribution(net, head, read[1 + level], found.batch.ids[row, guessed - 1])
             overlap = torch.minimum(p.softmax(-1), logits.softmax(-1)).sum()
             miss = F.binary_cross_entropy(sure, overlap)
             wanted.append((level, F.cross_entropy(logits, p.softmax(-1)) + miss))
@@ -508,7 +508,7 @@ def test_dspark_drafts_along_each_path(folder_of):
         tokens, depths, probs = tree.tokens[row].tolist(), tree.depths[row].tolist(), {0: 1.0}
         for node in nodes:
             above = int(tree.parents[row, node])
-            logits, sure = dspark_law(net, head, read[depths[node]], tokens[above])
+            logits, sure = dspark_distribution(net, head, read[depths[node]], tokens[above])
             assert tokens[node] in logits.topk(2).indices
             probs[node] = probs[above] * float(sure * logits.softmax(-1)[tokens[node]])
             assert float(tree.confidence[row, node]) == pytest.approx(probs[node], rel=1e-3)

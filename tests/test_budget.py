@@ -849,8 +849,8 @@ def test_text_is_plain_decodings(maker, planner, kind, lab, monkeypatch):
         ("lookup", "block"),
     ],
 )
-def test_classic_rules_keep_the_law_with_a_planner(rule, maker, lab, monkeypatch):
-    """At T = 0 the law is one text. No tree is shaped by what was drawn for it."""
+def test_classic_rules_keep_the_distribution_with_a_planner(rule, maker, lab, monkeypatch):
+    """At T = 0 the distribution is one text. No tree is shaped by what was drawn for it."""
     here, classic = lab("llama"), get_rule(rule)
     made = MAKERS[maker](here)
     usual = planner_for(rule, made, here.target.device)

@@ -45,7 +45,7 @@ def target(bare, tmp_path_factory):
 
 
 def plain_answers(target, questions, system=None, **options):
-    """Return plain decoding's answers, each question after the answers before it."""
+    """Return baseline decoding's answers, each question after the answers before it."""
     lm, answers = dw.load(target, draft="none"), []
     messages = [] if system is None else [{"role": "system", "content": system}]
     for question in questions:
@@ -473,7 +473,7 @@ def test_demo_shows_both_texts_side_by_side(target):
     for question in module.QUESTIONS:
         for temperature in ("0", "0.7"):
             assert f"{question}  (temperature {temperature})" in result.stdout
-    assert len(re.findall(r"plain decoding: \d+\.\d\d s, \d+ tokens/s", result.stdout)) == 6
+    assert len(re.findall(r"baseline decoding: \d+\.\d\d s, \d+ tokens/s", result.stdout)) == 6
     assert result.stdout.count("3 of 3") == 2
     assert "\x1b" not in result.output
 

@@ -317,7 +317,7 @@ def test_compare_table(target, prompts):
     assert len(table) == 2
     for title in ("drafter", "tokens/s", "speedup", "tau", "efficiency", "alpha by depth", "text identical"):
         assert title in result.stdout
-    for line in ("baseline: plain decoding", "machine: cpu", "num prompts 2", "─ plain decoding: ", "─ lookup: "):
+    for line in ("baseline: baseline decoding", "machine: cpu", "num prompts 2", "─ baseline decoding: ", "─ lookup: "):
         assert line in result.stdout
 
 
@@ -385,7 +385,7 @@ def test_compare_fails_where_a_text_differs(target, prompts, monkeypatch):
     assert "distribution of the text" in result.stdout
     assert "same distribution, other text" in result.stdout
     assert "identical" not in result.stdout
-    assert json.loads(run(*args, "--json").stdout)["methods"][1]["promise"] == "law"
+    assert json.loads(run(*args, "--json").stdout)["methods"][1]["promise"] == "distribution"
 
 
 # --- verify ----------------------------------------------------------------------------------------------------------
@@ -426,7 +426,7 @@ def test_verify_exit_codes(target, prompts, monkeypatch, ties, options, code):
     assert margins == [1e-7 if tie else None for tie in ties]
 
 
-def test_verify_refuses_rules_that_keep_the_law_alone(target, prompts):
+def test_verify_refuses_rules_that_keep_the_distribution_alone(target, prompts):
     args = ["-t", target, "-d", target, "--prompts", prompts, "--rule", "block", "-T", 1]
     check_refused(run("verify", *args), "'block'")
 

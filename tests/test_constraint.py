@@ -238,13 +238,13 @@ class Coin(Drafter):
 
 
 @pytest.mark.parametrize("rule", ["match", *CLASSIC])
-def test_the_law_under_a_constraint(rule, lab):
+def test_the_distribution_under_a_constraint(rule, lab):
     """Forbidden drafts count as rejected under the classic rules: without them, allowed ones would come too often."""
     here, num_seeds, allowed = lab("llama"), 250, FewWords()
     prompt = list(PROMPTS[1])
     logits = here.target.score(torch.tensor([prompt]), FeatureSpec()).logits[0, -1][list(allowed.words)]
-    law = logits.softmax(0)
-    side, chance = allowed.words[int(law.argmax())], float(law.max())
+    distribution = logits.softmax(0)
+    side, chance = allowed.words[int(distribution.argmax())], float(distribution.max())
     assert 0.1 < chance < 0.6
     settings = {"temperature": 1.0, "max_tokens": 2}
     requests = [(prompt, Sampling(seed=seed, **settings), allowed) for seed in range(num_seeds)]

@@ -227,7 +227,7 @@ def test_nothing_is_written_beyond_its_own_context(folder_of):
     assert batch.lengths.max() == 12
 
 
-def test_what_it_writes_follows_its_own_law(folder_of):
+def test_what_it_writes_follows_its_own_distribution(folder_of):
     """The first drawn token of many seeds has the chances that the draft model gives it."""
     target = LeanTarget.from_folder(folder_of("llama"), prepack=False)
     net = read_causal_lm(folder_of("llama", 1, hidden_size=16), CPU)

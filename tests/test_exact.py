@@ -1,4 +1,4 @@
-"""The same text with any drafter: under the keyed rule, token ids equal plain decoding's.
+"""The same text with any drafter: under the keyed rule, token ids equal baseline decoding's.
 
 A drafter is under test when it stands in ``DRAFTERS``: every entry meets several families, samplings and batches (one
 request, ragged rows, rows that join late and leave early), in pairs or, if it is a variant of another, in two texts.
@@ -869,7 +869,7 @@ SEEDED = [
     ],
 )
 def test_classic_rules_give_a_seed_one_text(kind, rule, drafter, lab):
-    """Whatever shares the batch, but for drafters that remember it. (Their law is the subject of test_laws.)"""
+    """Whatever shares the batch, except for drafters that remember it. (test_distributions.py checks probabilities.)"""
     here, case = lab("llama"), DRAFTERS[drafter]
     requests = [here.request(kind, row) for row in range(3)]
     together, stats = run(here.target, requests, case.make(here, kind), CLASSIC[rule], rule)
@@ -882,7 +882,7 @@ def test_classic_rules_give_a_seed_one_text(kind, rule, drafter, lab):
 
 @pytest.mark.parametrize("drafter", ["lm-chain", "eagle3-chain"])
 def test_siblings_are_drawn_as_the_rule_asks(drafter, lab):
-    """Without replacement for ``multi-round``, independently for its sister: the laws of both hang on it."""
+    """Without replacement for ``multi-round``, independently for its sister: the distributions of both hang on it."""
     here = lab("llama")
     for rule, distinct in (("multi-round", True), ("multi-round-replacement", False)):
         decoder = Decoder(here.target, DRAFTERS[drafter].make(here, "t1"), rule, Budget(2, 3))
@@ -897,8 +897,8 @@ def test_siblings_are_drawn_as_the_rule_asks(drafter, lab):
         assert (equal == 0) == distinct
 
 
-# Proven for every outcome in test_laws.py; here each way of handing over q meets one rule.
-LAWS = (
+# Proven for every outcome in test_distributions.py; here each way of handing over q meets one rule.
+DISTRIBUTIONS = (
     *(("eagle3-chain", "block"), ("eagle3-chain", "multi-round")),
     *(("lm-chain", "multi-round-replacement"), ("eagle1-online", "speculative")),
 )
@@ -907,11 +907,11 @@ LAWS = (
 @pytest.mark.parametrize(
     ("drafter", "rule"),
     [
-        pytest.param(*case, marks=() if case in LAWS else pytest.mark.full)
+        pytest.param(*case, marks=() if case in DISTRIBUTIONS else pytest.mark.full)
         for case in product(["lm-chain", "eagle3-chain", "eagle1-online"], ["match", "match-top", *CLASSIC])
     ],
 )
-def test_the_law_of_the_text_through_the_decoder(rule, drafter, lab):
+def test_the_distribution_of_the_text_through_the_decoder(rule, drafter, lab):
     """Chi-square of the first two tokens over many seeds: the q that a drafter hands over is the one it drew from."""
     here, num_seeds = lab("llama" if rule in ("block", "speculative") else OURS[0]), 500
     settings = {"temperature": 1.0, "top_k": 3, "max_tokens": 3, "ignore_eos": True}
@@ -922,14 +922,14 @@ def test_the_law_of_the_text_through_the_decoder(rule, drafter, lab):
     assert 0 < stats.num_accepted < stats.num_drafted
     batch = SamplingBatch([Sampling(**settings)], KeyedNoise(VOCAB))
 
-    def law(ids: list[int]) -> dict[int, float]:
+    def distribution(ids: list[int]) -> dict[int, float]:
         ctx = here.target.new_context()
         here.target.prefill(ctx, ids)
         tree = DraftTree.root(ctx.pending())
         probs = batch.probs(batch.scores(here.target.forward(ctx, tree).logits, tree, None))[0, 0]
         return {int(token): float(probs[token]) for token in probs.nonzero()}
 
-    wanted = {(a, b): pa * pb for a, pa in law(prompt).items() for b, pb in law([*prompt, a]).items()}
+    wanted = {(a, b): pa * pb for a, pa in distribution(prompt).items() for b, pb in distribution([*prompt, a]).items()}
     found = Counter(text[:2] for text in texts.values())
     assert set(found) <= set(wanted)
     chi_square = sum((found[pair] - num_seeds * p) ** 2 / (num_seeds * p) for pair, p in wanted.items())

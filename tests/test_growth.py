@@ -40,15 +40,15 @@ TREES = {
 }
 
 
-def random_law(seed: int, vocab: int = VOCAB, scale: float = 2.0):
+def random_distribution(seed: int, vocab: int = VOCAB, scale: float = 2.0):
     """Logits of the token after (prompt, path): always the same ones."""
 
     @cache
-    def law(prompt: tuple[int, ...], path: tuple[int, ...]) -> torch.Tensor:
+    def distribution(prompt: tuple[int, ...], path: tuple[int, ...]) -> torch.Tensor:
         generator = torch.Generator().manual_seed(hash((seed, prompt, 0, path)) % 2**63)
         return torch.randn(vocab, generator=generator, dtype=torch.float64) * scale
 
-    return law
+    return distribution
 
 
 def paths_of(tree: DraftTree, row: int = 0) -> dict[int, tuple[int, ...]]:
@@ -61,8 +61,10 @@ def paths_of(tree: DraftTree, row: int = 0) -> dict[int, tuple[int, ...]]:
     return paths
 
 
-def grow(law, budget, requests=None, prompts=PROMPTS, wanted=None, vocab=VOCAB) -> tuple[DraftTree, TreeBuilder]:
-    """Grow trees as a drafter does, with ``law`` as its network."""
+def grow(
+    distribution, budget, requests=None, prompts=PROMPTS, wanted=None, vocab=VOCAB
+) -> tuple[DraftTree, TreeBuilder]:
+    """Grow trees as a drafter does, with ``distribution`` as its network."""
     requests = requests or [GREEDY] * len(prompts)
     ctx = Context(torch.device("cpu"), [Row(list(prompt), len(prompt) - 1, len(prompt)) for prompt in prompts])
     sampling = SamplingBatch(requests, KeyedNoise(vocab))
@@ -77,7 +79,7 @@ def grow(law, budget, requests=None, prompts=PROMPTS, wanted=None, vocab=VOCAB) 
         paths = [paths_of(drafted, row) for row in range(len(prompts))]
         nodes = range(first, drafted.num_nodes)
         logits = [
-            torch.stack([law(prompt, known[node]) if node in known else unused for node in nodes])
+            torch.stack([distribution(prompt, known[node]) if node in known else unused for node in nodes])
             for prompt, known in zip(prompts, paths, strict=True)
         ]
         growth.extend(torch.stack(logits))
@@ -91,9 +93,9 @@ def grow(law, budget, requests=None, prompts=PROMPTS, wanted=None, vocab=VOCAB) 
 # --- explicit search -------------------------------------------------------------------------------------------------
 
 
-def scores_of(law, request: Sampling, prompt, path) -> list[float]:
+def scores_of(distribution, request: Sampling, prompt, path) -> list[float]:
     """Penalties and temperature, token by token."""
-    scores, text = law(prompt, path).tolist(), [*prompt, *path]
+    scores, text = distribution(prompt, path).tolist(), [*prompt, *path]
     written = Counter(path)  # of the prompt repetition alone is counted
     for token in range(len(scores)):
         if token in text:
@@ -103,9 +105,9 @@ def scores_of(law, request: Sampling, prompt, path) -> list[float]:
     return [score / (request.temperature or 1.0) for score in scores]
 
 
-def slow_children(law, request: Sampling, prompt, path, how: str = "keyed") -> list[tuple[int, float]]:
+def slow_children(distribution, request: Sampling, prompt, path, how: str = "keyed") -> list[tuple[int, float]]:
     """All tokens after a path, the best first, with the log of their chance."""
-    scores = scores_of(law, request, prompt, path)
+    scores = scores_of(distribution, request, prompt, path)
     ranked, sharpness, rivals, miss = scores, 1.0, len(scores), 0.0
     if how == "keyed" and request.temperature > 0:
         # The target draws the token at this position as the argmax of its own scores and this very noise.
@@ -150,14 +152,14 @@ def assert_tree(tree: DraftTree, row: int, wanted: dict[tuple[int, ...], float],
     "budget", [(1, 3), (3, 3), (4, 2, 5), (3, 4, 9), (2, 4, 99), (5, 3, 1)], ids=lambda b: "-".join(map(str, b))
 )
 def test_dynamic_trees_are_those_of_a_search_level_by_level(budget, kind, how):
-    law, budget = random_law(1), Budget(*budget, children=how)
-    tree, _ = grow(law, budget, SAMPLINGS[kind])
+    distribution, budget = random_distribution(1), Budget(*budget, children=how)
+    tree, _ = grow(distribution, budget, SAMPLINGS[kind])
     tree.check(VOCAB)
     assert tree.tokens[:, 0].tolist() == [prompt[-1] for prompt in PROMPTS]
     for row, (prompt, request) in enumerate(zip(PROMPTS, SAMPLINGS[kind], strict=True)):
 
         def children(path, prompt=prompt, request=request):
-            return slow_children(law, request, prompt, path, how)
+            return slow_children(distribution, request, prompt, path, how)
 
         assert_tree(tree, row, slow_dynamic(children, budget), children)
 
@@ -165,24 +167,24 @@ def test_dynamic_trees_are_those_of_a_search_level_by_level(budget, kind, how):
 @pytest.mark.parametrize("seed", range(4))
 def test_with_a_level_as_wide_as_the_tree_nothing_better_is_missed(seed):
     """A best-first search over every path there is: its N best all survive on levels of N."""
-    law, vocab, depth = random_law(seed, vocab=4), 4, 3
-    tree, _ = grow(law, Budget(depth, 6, 6), prompts=PROMPTS[:1], vocab=vocab)
+    distribution, vocab, depth = random_distribution(seed, vocab=4), 4, 3
+    tree, _ = grow(distribution, Budget(depth, 6, 6), prompts=PROMPTS[:1], vocab=vocab)
     values = {}
     for length in range(1, depth + 1):
         for path in itertools.product(range(vocab), repeat=length):
-            steps = [law(PROMPTS[0], path[:i]).log_softmax(-1)[path[i]].item() for i in range(length)]
+            steps = [distribution(PROMPTS[0], path[:i]).log_softmax(-1)[path[i]].item() for i in range(length)]
             values[path] = sum(steps)
     assert_tree(tree, 0, dict(sorted(values.items(), key=lambda node: -node[1])[:6]))
 
 
-def law_of(chances: dict[tuple[int, ...], dict[int, float]]):
-    """A law given by its probabilities; after paths that are not named every token is as likely."""
+def distribution_of(chances: dict[tuple[int, ...], dict[int, float]]):
+    """A distribution given by its probabilities; after paths that are not named every token is as likely."""
 
-    def law(prompt, path) -> torch.Tensor:
+    def distribution(prompt, path) -> torch.Tensor:
         probs = chances.get(path, dict.fromkeys(range(VOCAB), 1 / VOCAB))
         return torch.tensor([probs.get(token, 0.0) for token in range(VOCAB)], dtype=torch.float64).log()
 
-    return law
+    return distribution
 
 
 @pytest.mark.parametrize(
@@ -191,14 +193,14 @@ def law_of(chances: dict[tuple[int, ...], dict[int, float]]):
 )
 def test_equals_go_to_the_shallower_node(nodes, wanted):
     """The sibling at 1/4 is kept before the grandchild at 1/2 * 1/2, at any place."""
-    law = law_of({(): {3: 0.5, 8: 0.25, 1: 0.25}, (3,): {5: 0.5, 6: 0.5}})
-    assert sorted(paths_of(grow(law, Budget(2, 3, nodes), prompts=PROMPTS[:1])[0]).values()) == wanted
+    distribution = distribution_of({(): {3: 0.5, 8: 0.25, 1: 0.25}, (3,): {5: 0.5, 6: 0.5}})
+    assert sorted(paths_of(grow(distribution, Budget(2, 3, nodes), prompts=PROMPTS[:1])[0]).values()) == wanted
 
 
 @pytest.mark.parametrize("nodes", range(1, 6))
 def test_a_child_as_sure_as_its_parent_never_stands_without_it(nodes):
     sure = {tuple(range(length)): {length: 1.0} for length in range(6)}
-    tree, _ = grow(law_of(sure), Budget(5, 2, nodes), prompts=PROMPTS[:1])
+    tree, _ = grow(distribution_of(sure), Budget(5, 2, nodes), prompts=PROMPTS[:1])
     tree.check(VOCAB)
     assert sorted(paths_of(tree).values()) == [tuple(range(length)) for length in range(nodes + 1)]
     assert tree.confidence[0].tolist() == [1.0] * (nodes + 1)
@@ -206,7 +208,7 @@ def test_a_child_as_sure_as_its_parent_never_stands_without_it(nodes):
 
 @pytest.mark.parametrize("nodes", [1, 5, 6, 9, 20])
 def test_equal_chances_fill_level_after_level(nodes):
-    tree, _ = grow(law_of({}), Budget(3, 5, nodes), prompts=PROMPTS[:1])
+    tree, _ = grow(distribution_of({}), Budget(3, 5, nodes), prompts=PROMPTS[:1])
     tree.check(VOCAB)
     depths = Counter(len(path) for path in paths_of(tree).values())
     assert depths == Counter({0: 1, 1: min(nodes, 5), 2: min(max(nodes - 5, 0), 25)}) - Counter()
@@ -218,14 +220,14 @@ def test_equal_chances_fill_level_after_level(nodes):
 @pytest.mark.parametrize("kind", SAMPLINGS)
 @pytest.mark.parametrize("name", TREES)
 def test_static_trees_are_made_of_ranks(name, kind):
-    law, paths = random_law(2), TREES[name]
-    tree, _ = grow(law, Budget(paths=paths), SAMPLINGS[kind])
+    distribution, paths = random_distribution(2), TREES[name]
+    tree, _ = grow(distribution, Budget(paths=paths), SAMPLINGS[kind])
     order = sorted(paths, key=lambda path: (len(path), path))
     for row, (prompt, request) in enumerate(zip(PROMPTS, SAMPLINGS[kind], strict=True)):
         places, wanted = {(): (0, (), 0.0)}, {}
         for node, ranks in enumerate(order, 1):
             parent, above, value = places[ranks[:-1]]
-            token, chance = slow_children(law, request, prompt, above)[ranks[-1]]
+            token, chance = slow_children(distribution, request, prompt, above)[ranks[-1]]
             places[ranks] = (node, (*above, token), value + chance)
             wanted[*above, token] = value + chance
             assert (int(tree.tokens[row, node]), int(tree.parents[row, node])) == (token, parent)
@@ -265,8 +267,8 @@ def test_budgets_that_cannot_be_meant(wrong, message):
 # --- children drawn from q -------------------------------------------------------------------------------------------
 
 
-def q_of(law, request: Sampling, prompt, path) -> list[float]:
-    scores = scores_of(law, request, prompt, path)
+def q_of(distribution, request: Sampling, prompt, path) -> list[float]:
+    scores = scores_of(distribution, request, prompt, path)
     if request.temperature == 0:
         return [float(token == scores.index(max(scores))) for token in range(len(scores))]
     return torch.tensor(scores, dtype=torch.float64).softmax(-1).tolist()
@@ -278,8 +280,8 @@ def q_of(law, request: Sampling, prompt, path) -> list[float]:
     "budget", [{"depth": 3}, {"depth": 3, "width": 3}, {"paths": TREES["bush"]}], ids=["chain", "level", "bush"]
 )
 def test_drawn_children_come_with_the_q_they_were_drawn_from(budget, children, kind):
-    law, budget = random_law(3), Budget(**budget, children=children)
-    tree, _ = grow(law, budget, SAMPLINGS[kind])
+    distribution, budget = random_distribution(3), Budget(**budget, children=children)
+    tree, _ = grow(distribution, budget, SAMPLINGS[kind])
     tree.check(VOCAB)
     for row, (prompt, request) in enumerate(zip(PROMPTS, SAMPLINGS[kind], strict=True)):
         paths, parents = paths_of(tree, row), tree.parents[row].tolist()
@@ -287,7 +289,7 @@ def test_drawn_children_come_with_the_q_they_were_drawn_from(budget, children, k
             below = [paths[other][-1] for other in paths if parents[other] == node]
             q = tree.draft_probs[row, node]
             if below:
-                assert q.tolist() == pytest.approx(q_of(law, request, prompt, path), abs=1e-12)
+                assert q.tolist() == pytest.approx(q_of(distribution, request, prompt, path), abs=1e-12)
                 assert q[below].min() > 0
                 assert children == "sampled" or len(set(below)) == len(below)
             elif request.temperature:
@@ -308,14 +310,14 @@ def chi_square(found: Counter, wanted: dict) -> float:
 
 
 @pytest.mark.parametrize("children", ["sampled", "distinct"])
-def test_the_law_of_drawn_children(children):
+def test_the_distribution_of_drawn_children(children):
     """Over many seeds: the first child is drawn from q; the second too, or from q without the first."""
-    law, num, vocab = random_law(4, vocab=5, scale=0.7), 2000, 5
+    distribution, num, vocab = random_distribution(4, vocab=5, scale=0.7), 2000, 5
     requests = [Sampling(temperature=1.0, seed=seed) for seed in range(num)]
     prompts = [PROMPTS[0]] * num
     paths = ((0,), (1,), (0, 0), (1, 0))
-    tree, _ = grow(law, Budget(paths=paths, children=children), requests, prompts, vocab=vocab)
-    q = law(PROMPTS[0], ()).softmax(-1).tolist()
+    tree, _ = grow(distribution, Budget(paths=paths, children=children), requests, prompts, vocab=vocab)
+    q = distribution(PROMPTS[0], ()).softmax(-1).tolist()
     first, second, under_first, under_second = tree.tokens[:, 1:].T.tolist()
     assert chi_square(Counter(first), dict(enumerate(q))) < CRITICAL[4]
     if children == "sampled":
@@ -327,7 +329,10 @@ def test_the_law_of_drawn_children(children):
         for token in range(vocab):  # and each grandchild from the q of its own path
             found = Counter(b for a, b in zip(above, below, strict=True) if a == token)
             assert found.total() > 100
-            assert chi_square(found, dict(enumerate(law(PROMPTS[0], (token,)).softmax(-1).tolist()))) < CRITICAL[4]
+            assert (
+                chi_square(found, dict(enumerate(distribution(PROMPTS[0], (token,)).softmax(-1).tolist())))
+                < CRITICAL[4]
+            )
     # Equal paths are not drawn with equal noise.
     cousins = Counter(x == y for a, b, x, y in zip(first, second, under_first, under_second, strict=True) if a == b)
     assert children == "distinct" or cousins[False] > cousins.total() / 2
@@ -339,14 +344,14 @@ def test_the_law_of_drawn_children(children):
 @pytest.mark.parametrize("how", ["keyed", "top"])
 @pytest.mark.parametrize("kind", SAMPLINGS)
 def test_a_chain_takes_the_best_child(kind, how):
-    law = random_law(5)
-    tree, growth = grow(law, Budget(4, children=how), SAMPLINGS[kind])
+    distribution = random_distribution(5)
+    tree, growth = grow(distribution, Budget(4, children=how), SAMPLINGS[kind])
     assert tree.is_line
     assert growth.is_chain
     for row, (prompt, request) in enumerate(zip(PROMPTS, SAMPLINGS[kind], strict=True)):
         path = ()
         for _ in range(4):
-            path = (*path, slow_children(law, request, prompt, path, how)[0][0])
+            path = (*path, slow_children(distribution, request, prompt, path, how)[0][0])
         assert tree.tokens[row].tolist() == [prompt[-1], *path]
 
 
@@ -363,8 +368,8 @@ BUDGETS = {
 @pytest.mark.parametrize("children", ["keyed", "top", "distinct"])
 @pytest.mark.parametrize("name", BUDGETS)
 def test_where_a_path_stands_among_the_drafters_own_slots(name, children):
-    law, requests = random_law(6), SAMPLINGS["mixed"]
-    tree, growth = grow(law, Budget(**BUDGETS[name], children=children), requests)
+    distribution, requests = random_distribution(6), SAMPLINGS["mixed"]
+    tree, growth = grow(distribution, Budget(**BUDGETS[name], children=children), requests)
     drafted = growth.expanded()
     longest = 1 + int(tree.depths.max())
     for row in range(len(PROMPTS)):
@@ -383,10 +388,14 @@ def test_where_a_path_stands_among_the_drafters_own_slots(name, children):
 @pytest.mark.parametrize("name", BUDGETS)
 def test_a_row_grows_as_it_would_alone(name, children):
     """Beside rows of other lengths and samplings, and beside one that is not drafted for."""
-    law, requests, budget = random_law(7), SAMPLINGS["mixed"], Budget(**BUDGETS[name], children=children)
-    together, _ = grow(law, budget, requests, wanted=[True, False, True])
+    distribution, requests, budget = (
+        random_distribution(7),
+        SAMPLINGS["mixed"],
+        Budget(**BUDGETS[name], children=children),
+    )
+    together, _ = grow(distribution, budget, requests, wanted=[True, False, True])
     for row in (0, 2):
-        alone, _ = grow(law, budget, [requests[row]], [PROMPTS[row]])
+        alone, _ = grow(distribution, budget, [requests[row]], [PROMPTS[row]])
         for key in ("tokens", "parents", "confidence", "draft_probs"):
             one, other = getattr(together, key), getattr(alone, key)
             assert (one is None) == (other is None)
@@ -409,7 +418,7 @@ def test_whatever_the_net_says_it_is_a_tree(vocab, name, children):
             Sampling(temperature=1.0, top_p=0.5, banned_tokens=(1,), seed=seed),
         ]
         wanted = [bool((seed + 1) >> row & 1 or row == 3) for row in range(4)]
-        tree, _ = grow(random_law(seed, vocab, scale), budget, requests, prompts, wanted, vocab)
+        tree, _ = grow(random_distribution(seed, vocab, scale), budget, requests, prompts, wanted, vocab)
         tree.check(vocab)
         assert (tree.parents[~tree.valid] == -1).all()
         for row, drafts in enumerate(wanted):

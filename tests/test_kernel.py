@@ -218,7 +218,7 @@ FILTERED = [
 @pytest.mark.parametrize("vocab", [5, 61, 1000])
 @pytest.mark.parametrize("sharpness", [0.1, 3.0])
 def test_filters_on_the_way_are_those_of_whole_scores(vocab, sharpness):
-    """Flat laws, where top-p and a large top-k go beyond what is looked at first, sharp ones, equals, and -inf."""
+    """Flat distributions, where top-p and a large top-k need more than the first candidates, sharp ones, ties, -inf."""
     kernel, rng = get_kernel(), random.Random(vocab)
     assert kernel is not None
     native, python = (
@@ -273,7 +273,7 @@ def test_without_a_kernel_whole_scores_are_made():
 @needs_kernel
 @pytest.mark.parametrize("place", [0, 7, 15, 16, 40, 60])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_walk_sees_scores_that_are_no_law(place, bad):
+def test_a_walk_sees_scores_that_are_no_distribution(place, bad):
     """At any node that is drawn from, in the rows that have one; NaN wins every draw, as it does in Python."""
     native, python = batches(61, KeyedNoise(61))
     tree = DraftTree.chain(torch.tensor([[1, 2, 3], [1, 2, 3], [1, place, 3], [1, 2, PAD]]))

@@ -145,7 +145,7 @@ def test_ngrams_come_true(target):
 
 
 def test_classic_rules_get_chains(target):
-    """Each node is certain of its only child: with two children the law of the text would be another one."""
+    """Each node is certain of its only child: with two children the distribution of the text would be another one."""
     texts = []
     for rule in ("match", "multi-round"):
         decoder = Decoder(target, LookaheadDrafter(VOCAB, 5, 3, 5), rule, budget=Budget(3, 4))

@@ -197,7 +197,7 @@ def test_uniform_never_reaches_its_ends():
     assert bool(gumbel(torch.tensor([0, -1])).isfinite().all())
 
 
-def test_drawn_tokens_have_the_law_p():
+def test_drawn_tokens_have_the_distribution_p():
     """argmax(log p + g) over 20000 positions: chi-square of the tokens, and of neighbours in pairs."""
     p = torch.tensor([0.4, 0.25, 0.15, 0.1, 0.05, 0.03, 0.019, 0.001], dtype=torch.float64)
     num_draws = 20_000

@@ -68,7 +68,7 @@ class TwoLinear(DraftNet):
 
 
 def squares(logits: Tensor, probs: Tensor) -> Tensor:
-    """The squared distance of the two laws."""
+    """The squared distance of the two distributions."""
     return (logits.softmax(-1) - probs).square().sum(-1)
 
 

@@ -301,7 +301,7 @@ def test_a_phone(toy, opened):
     page.get_by_label("Temperature").fill("0.7")
     set_number(page, "Seed", SEED)
     write_lesson(page)
-    page.locator(".tries").first.wait_for()  # laws, with noise: the widest tables
+    page.locator(".tries").first.wait_for()  # distributions, with noise: the widest tables
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     assert not serious(page)
     page.get_by_role("tab", name="Compare").click()

@@ -154,7 +154,7 @@ def test_a_row_that_leaves_takes_nothing_along(leaving, name):
 
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("children", ["sampled", "distinct"])
-def test_their_law_is_certain_of_each_child(children, name):
+def test_their_distribution_is_certain_of_each_child(children, name):
     tree = fresh(MAKERS[name](), [*TEXTS, [1, 2, 3]], Budget(3, 2, children=children))
     assert tree.is_line
     assert tree.draft_probs is not None

@@ -1,4 +1,4 @@
-"""What the inspector draws of a step, against the step's own numbers; the laws of its nodes; lessons."""
+"""What the inspector draws of a step, against the step's own numbers; the distributions of its nodes; lessons."""
 
 import itertools
 import json
@@ -119,52 +119,54 @@ def test_every_token_can_be_shown(lm_of):
     assert not any("\ufffd" in name for name in names)
 
 
-# --- laws -------------------------------------------------------------------------------------------------------------
+# --- distributions ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("draft", ["eagle3", "none"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_laws_are_the_targets_own_and_change_nothing(lm_of, draft, temperature):
+def test_distributions_are_the_targets_own_and_change_nothing(lm_of, draft, temperature):
     lm, said = lm_of(draft), []
-    for trace, step in traces(lm, temperature=temperature, seed=5, laws=4, logprobs=0):
+    for trace, step in traces(lm, temperature=temperature, seed=5, node_distributions=4, logprobs=0):
         row, nodes = step.rows[0], trace["nodes"]
-        assert len(row.laws) == len(nodes)
-        for node, law in zip(nodes, row.laws, strict=True):
-            chances = {token: (chance, noise) for token, chance, noise in law.chances}
+        assert len(row.node_distributions) == len(nodes)
+        for node, distribution in zip(nodes, row.node_distributions, strict=True):
+            chances = {token: (chance, noise) for token, chance, noise in distribution.chances}
             assert len(chances) >= 4
             assert 0 < sum(chance for chance, _ in chances.values()) <= 1 + 1e-6
             assert {
                 each["id"] for each in nodes if nodes[each["parent"]] is node and each is not nodes[0]
             } <= chances.keys()
-            assert law.drawn == max(chances, key=lambda token: math.log(chances[token][0] + 1e-300) + chances[token][1])
-            assert node["law"]["drawn"] == law.drawn
+            assert distribution.drawn == max(
+                chances, key=lambda token: math.log(chances[token][0] + 1e-300) + chances[token][1]
+            )
+            assert node["distribution"]["drawn"] == distribution.drawn
             assert all((noise == 0) == (temperature == 0) for _, noise in chances.values())
         for node, logprob in zip(trace["path"], row.logprobs, strict=False):
-            law = row.laws[node]
-            assert law.drawn == logprob.token
-            chance = next(chance for token, chance, _ in law.chances if token == logprob.token)
+            distribution = row.node_distributions[node]
+            assert distribution.drawn == logprob.token
+            chance = next(chance for token, chance, _ in distribution.chances if token == logprob.token)
             assert chance == pytest.approx(math.exp(logprob.logprob), rel=1e-3)
         said += row.token_ids
     plain = lm.generate(PROMPT, temperature=temperature, seed=5, max_tokens=LENGTH, ignore_eos=True)[0]
     assert said == plain.token_ids
-    assert all(step.rows[0].laws is None for _, step in traces(lm, temperature=temperature))
+    assert all(step.rows[0].node_distributions is None for _, step in traces(lm, temperature=temperature))
 
 
-def test_laws_know_the_settings(lm_of):
+def test_distributions_know_the_settings(lm_of):
     lm = lm_of("eagle3")
     wanted = lm.encode("x")[-1]
-    for _, step in traces(lm, temperature=0.7, seed=1, laws=1, logit_bias={wanted: 1e4}):
-        for law in step.rows[0].laws:
-            assert law.chances[0][:2] == (wanted, pytest.approx(1.0))
-            assert law.drawn == wanted
-    for _, step in traces(lm, temperature=0.7, seed=1, laws=1, top_k=1):
-        assert all(law.chances[0][1] == 1 for law in step.rows[0].laws)
+    for _, step in traces(lm, temperature=0.7, seed=1, node_distributions=1, logit_bias={wanted: 1e4}):
+        for distribution in step.rows[0].node_distributions:
+            assert distribution.chances[0][:2] == (wanted, pytest.approx(1.0))
+            assert distribution.drawn == wanted
+    for _, step in traces(lm, temperature=0.7, seed=1, node_distributions=1, top_k=1):
+        assert all(distribution.chances[0][1] == 1 for distribution in step.rows[0].node_distributions)
 
 
-@pytest.mark.parametrize("laws", [-1, 65])
-def test_laws_out_of_range_are_refused(laws):
-    with refused(SamplingError, "laws must be in [0, 64]"):
-        Sampling(laws=laws)
+@pytest.mark.parametrize("distributions", [-1, 65])
+def test_distributions_out_of_range_are_refused(distributions):
+    with refused(SamplingError, "node_distributions must be in [0, 64]"):
+        Sampling(node_distributions=distributions)
 
 
 # --- lessons ---------------------------------------------------------------------------------------------------------
@@ -188,27 +190,33 @@ def test_a_lesson_tells_the_classic_rules_decisions(lm_of, draft):
                 fates.add(each["kept"])
                 assert each["accept"] == pytest.approx(min(1.0, each["p"] / each["q"]))
                 assert each["kept"] == (each["u"] < each["accept"])
-                mine = next(law for law in each["laws"] if law["id"] == each["id"])
+                mine = next(distribution for distribution in each["distributions"] if distribution["id"] == each["id"])
                 assert (mine["p"], mine["q"]) == (each["p"], each["q"])
             kept = {0, *(each["node"] for each in tries if each["kept"])}
             assert all(each["parent"] in kept for each in tries)
             assert last["is_rest"] == (not tries[-1]["kept"])
-            assert last["id"] in [law["id"] for law in last["laws"] if law["p"] > 0]
+            assert last["id"] in [distribution["id"] for distribution in last["distributions"] if distribution["p"] > 0]
         assert all(each["parent"] + 1 == each["node"] for each in told["chain"]["tries"])
         for first, then in itertools.pairwise(told["tree"]["tries"]):
             if first["parent"] == then["parent"]:  # what was tried is taken from q
                 num_second += 1
-                assert all(law["q"] == 0 for law in then["laws"] if law["id"] == first["id"])
+                assert all(
+                    distribution["q"] == 0
+                    for distribution in then["distributions"]
+                    if distribution["id"] == first["id"]
+                )
     assert fates == {True, False}
     assert num_second
 
 
-def test_a_lesson_and_a_law_agree_on_p(lm_of):
+def test_a_lesson_and_a_distribution_agree_on_p(lm_of):
     lm = lm_of("eagle3")
     told = teach(lm, Sampling(temperature=0.8, seed=2))
-    law = traces(lm, temperature=0.8, seed=2, laws=64)[0][1].rows[0].laws[0]
-    chances = {token: chance for token, chance, _ in law.chances}
-    both = [law for law in told["chain"]["tries"][0]["laws"] if law["id"] in chances]
+    distribution = traces(lm, temperature=0.8, seed=2, node_distributions=64)[0][1].rows[0].node_distributions[0]
+    chances = {token: chance for token, chance, _ in distribution.chances}
+    both = [
+        distribution for distribution in told["chain"]["tries"][0]["distributions"] if distribution["id"] in chances
+    ]
     assert len(both) >= 3
     assert all(each["p"] == pytest.approx(chances[each["id"]], rel=1e-3) for each in both)
 
@@ -219,10 +227,12 @@ def test_what_rejections_leave_is_p_without_q(lm_of):
         first = teach(lm, Sampling(temperature=1.0, seed=seed))["chain"]
         if not first["tries"][0]["kept"]:
             break
-    laws = {law["id"]: law for law in first["tries"][0]["laws"]}
-    rest = {law["id"]: law["p"] for law in first["last"]["laws"]}
-    shared = [token for token in laws if token in rest and laws[token]["p"] > laws[token]["q"]]
-    scales = [rest[token] / (laws[token]["p"] - laws[token]["q"]) for token in shared]
+    distributions = {distribution["id"]: distribution for distribution in first["tries"][0]["distributions"]}
+    rest = {distribution["id"]: distribution["p"] for distribution in first["last"]["distributions"]}
+    shared = [
+        token for token in distributions if token in rest and distributions[token]["p"] > distributions[token]["q"]
+    ]
+    scales = [rest[token] / (distributions[token]["p"] - distributions[token]["q"]) for token in shared]
     assert scales
     assert all(scale == pytest.approx(scales[0], rel=1e-6) and scale >= 1 for scale in scales)
 

@@ -356,7 +356,7 @@ def test_a_model_that_is_loaded_drafts_for_itself(tmp_path):
 
 @pytest.mark.parametrize("rule", ["speculative", "block", "multi-round"])
 def test_classic_rules_take_its_drafts(rule, runs, folder_of):
-    """It gives the law that its tokens were drawn from: with everything in view that is the target's own."""
+    """It gives the distribution that its tokens were drawn from: with everything in view that is the target's own."""
     target = Both("llama", runs, folder_of).target
     _, steps = decoded(target, WindowSlots(200), Budget(3), 1.0, rule)
     assert all(row.num_accepted == row.num_drafted for step in steps for row in step.rows)

@@ -49,7 +49,7 @@ class Result:
     """One method at one batch size: medians over the rounds.
 
     Attributes:
-        speedup: over our plain decoding of the same round, and ``efficiency`` that over tau.
+        speedup: over our baseline decoding of the same round, and ``efficiency`` that over tau.
         share: of the copy bandwidth that reading the weights once for each forward takes.
         host_ms: of a step, in which the device has nothing to do.
     """
@@ -154,7 +154,7 @@ def picture(results: list[Result], path: Path, title: str) -> None:
         left.plot([r.batch for r in own], [r.tokens_per_s for r in own], "o-", label=way)
         right.plot([r.batch for r in own], [r.speedup for r in own], "o-", label=way)
     left.set(xlabel="batch", ylabel="tokens/s, all rows", xscale="log", yscale="log", title=title)
-    right.set(xlabel="batch", ylabel="speedup over our plain decoding", xscale="log")
+    right.set(xlabel="batch", ylabel="speedup over our baseline decoding", xscale="log")
     right.axhline(1, color="k", lw=0.8)
     right.legend(fontsize=7)
     figure.savefig(path, dpi=110)

@@ -25,11 +25,11 @@ class Figures:
         failure: why it could not be measured in every round.
         rounds: the number of measured rounds.
         tokens_per_s: median over the rounds.
-        over_own_plain, over_ours: median over the rounds of this mode's rate over that of its peer's plain decoding,
+        over_own_plain, over_ours: median over the rounds of this mode's rate over that of its peer's baseline decoding,
             or of Draftwing's, in the same round.
         tau: tokens per forward of the target after the first tokens.
-        as_own_plain, as_ours: of how many prompts the text is, in all rounds, that of the peer's plain decoding in its
-            first round, or Draftwing's.
+        as_own_plain, as_ours: number of prompts whose text in all rounds is that of the peer's baseline decoding in
+            its first round, or Draftwing's.
     """
 
     peer: str

@@ -5,11 +5,11 @@
     speculative    accept x with min(1, p(x)/q(x)), else the residual norm(max(0, p - q))     chains
     multi_round    siblings tried in turn, with or without replacement                         trees
     block          joint acceptance of the whole block, never worse than token by token         chains
-    typical        Medusa's rule. Lossy: its output is not the target's law                      trees
+    typical        Medusa's rule. Lossy: its output is not the target's distribution                 trees
 
 ``match`` with keyed noise is the default: its text does not depend on the draft at all, so that losslessness is
-an equality. The classic rules keep the *law* of the text; each is a pure function of p, q and a ``Draws`` that
-supplies the random decisions, so that the law can be computed exactly by walking through every outcome.
+an equality. The classic rules keep the *distribution* of the text; each is a pure function of p, q and a ``Draws`` that
+supplies the random decisions, so that the distribution can be computed exactly by walking through every outcome.
 
 p = target, q = draft. Shape suffixes: B rows, N nodes, D depth, V vocabulary.
 """
@@ -177,8 +177,8 @@ def multi_round(
 
     Args:
         tokens, parents: one row's tree without unused nodes.
-        p: (N, V) the target's law after each node.
-        q: (N, V) the draft law from which each node's children were drawn.
+        p: (N, V) the target's distribution after each node.
+        q: (N, V) the draft distribution from which each node's children were drawn.
         draws: the random decisions.
         replacement: whether siblings were drawn independently; else q loses each tried token.
 
@@ -217,8 +217,8 @@ def block(tokens: Sequence[int], parents: Sequence[int], p: Tensor, q: Tensor, d
             keeps.append(joint)
     # Independent decisions, so the largest kept i is found from the end; 0 is kept where nothing else is.
     kept = next((i for i in range(length, 0, -1) if draws.accept(keeps[i])), 0)
-    law = p[kept] if kept == length else residual(reach[kept] * p[kept], q[kept])
-    return list(range(kept + 1)), draws.pick(law)
+    distribution = p[kept] if kept == length else residual(reach[kept] * p[kept], q[kept])
+    return list(range(kept + 1)), draws.pick(distribution)
 
 
 # --- lossy -----------------------------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ def _rowwise(pure: PureRule) -> AcceptRule:
             row_parents = [place.get(parents[i], -1) for i in used]
             draws = KeyedDraws(sampling.seeds[b], starts[b])
             path, bonus = pure([tokens[i] for i in used], row_parents, p[b, used], q[b, used], draws)
-            if bool(p[b, used[path[-1]]].isnan().any()):  # NaN is no law to draw from: hand it on, it wins every max
+            if bool(p[b, used[path[-1]]].isnan().any()):  # NaN is not a distribution: pass it on, it wins every max
                 bonus = int(scores[b, used[path[-1]]].argmax())
             paths.append([used[i] for i in path])
             bonuses.append(bonus)
@@ -297,7 +297,7 @@ class Rule:
         apply: the rule over a batch.
         early: the same of scores to which temperatures and filters are yet to be applied, where it can; else None.
         is_match: the rule is ``match``, which the target's forward may apply itself.
-        lossless: whether the law of the text is the target's.
+        lossless: whether the distribution of the text is the target's.
         children: how a drafter must choose a node's children: ``keyed`` (any way; best with the target's own
             noise), ``top`` (the best of q), ``sampled`` (independent draws of q), ``distinct`` (draws of q without
             replacement).

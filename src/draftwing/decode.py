@@ -36,7 +36,7 @@ from draftwing.models.lean import LeanContext, LeanTarget
 from draftwing.models.paged import PAGE, PagedCache, PageTable, pages_of
 from draftwing.models.target import DraftFailed, StepResult, Target
 from draftwing.noise import AcceptArgs
-from draftwing.readout import add_laws, explain, get_logprobs, read_emitted
+from draftwing.readout import add_node_distributions, explain, get_logprobs, read_emitted
 from draftwing.request import Request
 from draftwing.runtime.forward import PREFILL_CHUNK
 from draftwing.runtime.graphs import RECORDED
@@ -486,8 +486,8 @@ class Decoder:
 
             committed = time.perf_counter()
             rows = [self._emit(index, row, accepted, output) for index, row in enumerate(emitted)]
-            if sampling.has_laws:
-                rows = add_laws(rows, tree, sampling.filtered(self._adjusted(result)), sampling)
+            if sampling.has_node_distributions:
+                rows = add_node_distributions(rows, tree, sampling.filtered(self._adjusted(result)), sampling)
             if planner is not None:
                 num_tokens = sum([len(row.token_ids) for row in rows])
                 seconds = time.perf_counter() - start if RECORDED.num == num_recorded else None

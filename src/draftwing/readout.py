@@ -16,7 +16,7 @@ from torch import Tensor
 from draftwing.errors import NumericsError
 from draftwing.request import Request
 from draftwing.sampling import SamplingBatch, on_host
-from draftwing.stats import Law, Logprob, RowStep
+from draftwing.stats import Logprob, NodeDistribution, RowStep
 from draftwing.tree import PAD, Accepted, DraftTree, Emitted
 
 
@@ -109,8 +109,10 @@ def explain(target: str, request: Request, position: int, logits_NV: Tensor, pat
     )
 
 
-def add_laws(rows: Sequence[RowStep], tree: DraftTree, scores: Tensor, sampling: SamplingBatch) -> list[RowStep]:
-    """The rows of a step with the target's distribution at each node, if a request wants it (``Sampling.laws``).
+def add_node_distributions(
+    rows: Sequence[RowStep], tree: DraftTree, scores: Tensor, sampling: SamplingBatch
+) -> list[RowStep]:
+    """Add the target's distribution at each node to the rows that ask for it (``Sampling.node_distributions``).
 
     Args:
         rows: in the order of the tree's.
@@ -118,29 +120,31 @@ def add_laws(rows: Sequence[RowStep], tree: DraftTree, scores: Tensor, sampling:
         scores: (B, N, V) from which the target draws after each node.
         sampling: of the rows.
     """
-    with_laws = list(rows)
+    with_distributions = list(rows)
     for index, row in enumerate(rows):
-        num_top = sampling.rows[index].laws
+        num_top = sampling.rows[index].node_distributions
         if not num_top or row.error is not None:
             continue
         tokens, parents = tree.tokens[index].tolist(), tree.parents[index].tolist()
-        laws = []
+        distributions = []
         for node, (token, depth) in enumerate(zip(tokens, depths_of(parents), strict=True)):
             if token != PAD:
                 children = [tokens[child] for child, parent in enumerate(parents) if parent == node]
-                laws.append(_law(scores[index, node], children, sampling, index, row.position + depth, num_top))
-        with_laws[index] = replace(row, laws=tuple(laws))
-    return with_laws
+                distributions.append(
+                    _node_distribution(scores[index, node], children, sampling, index, row.position + depth, num_top)
+                )
+        with_distributions[index] = replace(row, node_distributions=tuple(distributions))
+    return with_distributions
 
 
-def _law(
+def _node_distribution(
     scores_V: Tensor, children: Sequence[int], sampling: SamplingBatch, row: int, position: int, num_top: int
-) -> Law:
+) -> NodeDistribution:
     drawn = sampling.draw_one(scores_V, row, position)
     probs = scores_V.double().softmax(-1)
     listed = {*probs.topk(min(num_top, len(probs))).indices.tolist(), *children, drawn}
     noise = sampling.noise.at(sampling.seeds[row], position) if sampling.rows[row].temperature > 0 else None
-    return Law(
+    return NodeDistribution(
         tuple(
             (token, float(probs[token]), 0.0 if noise is None else float(noise[token]))
             for token in sorted(listed, key=lambda token: (-float(probs[token]), token))

@@ -136,7 +136,7 @@ class Sampling:
         min_tokens: tokens before anything ends the text. Until then end tokens and ``stop_tokens`` are not drawn, and
             a stop string that is complete by then is ignored. A complete grammar still ends its text.
         logprobs: most likely tokens to report with the log-probability of each emitted token; None reports nothing.
-        laws: most likely tokens to report for each node of the trees; 0 reports nothing.
+        node_distributions: most likely tokens to report for each node of the trees; 0 reports nothing.
 
     Raises:
         SamplingError: a value outside its range; the message states the range.
@@ -158,12 +158,12 @@ class Sampling:
     seed: int | None = None
     logprobs: int | None = None
     min_tokens: int = 0
-    laws: int = 0
+    node_distributions: int = 0
 
     def __post_init__(self) -> None:
         for name, kind in (("stop_tokens", Integral), ("banned_tokens", Integral), ("stop", str)):
             self._set(name, _items(name, getattr(self, name), kind))
-        for name in ("top_k", "max_tokens", "min_tokens", "seed", "logprobs", "laws"):
+        for name in ("top_k", "max_tokens", "min_tokens", "seed", "logprobs", "node_distributions"):
             value = getattr(self, name)
             if value is None and name in ("top_k", "logprobs", "seed"):
                 continue
@@ -191,7 +191,7 @@ class Sampling:
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"in [0, max_tokens = {shown(self.max_tokens)}]"),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "None (drawn) or in [0, 2**63)"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 64, "None or in [0, 64]"),
-            ("laws", 0 <= self.laws <= 64, "in [0, 64] (0 is none)"),
+            ("node_distributions", 0 <= self.node_distributions <= 64, "in [0, 64] (0 is none)"),
             ("stop", all(self.stop), "without empty strings"),
         ]
         for name, is_valid, allowed in ranges:
@@ -302,7 +302,7 @@ class SamplingBatch:
         self.penalises = any(row.penalises for row in rows)
         self.biases = any(row.logit_bias or row.banned_tokens for row in rows)
         self.adjusts = self.penalises or self.biases
-        self.has_laws = any(row.laws for row in rows)
+        self.has_node_distributions = any(row.node_distributions for row in rows)
         self._columns: dict[str, Tensor] = {}
 
     def _column(self, name: str) -> Tensor:

@@ -41,7 +41,7 @@ class Logprob:
 
 
 @dataclass(frozen=True)
-class Law:
+class NodeDistribution:
     """The target's distribution after one node of a tree, and the draw from it.
 
     Attributes:
@@ -71,7 +71,7 @@ class RowStep:
         text: newly printable text, if the request has a tokenizer; may be empty while a character or a possible stop
             string is incomplete.
         error: why the row stopped.
-        laws: one per node of the row's tree if requested.
+        node_distributions: one per node of the row's tree if requested.
     """
 
     request_id: int
@@ -84,7 +84,7 @@ class RowStep:
     position: int = 0
     text: str = ""
     error: DraftwingError | None = None
-    laws: tuple[Law, ...] | None = None
+    node_distributions: tuple[NodeDistribution, ...] | None = None
 
 
 @dataclass(frozen=True)

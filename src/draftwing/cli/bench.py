@@ -1,4 +1,4 @@
-"""``draftwing bench``: every draft against plain decoding on standard question sets, with resumable results."""
+"""``draftwing bench``: every draft against baseline decoding on standard question sets, with resumable results."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Methods(Compared):
             lms = [LM(baseline.target, baseline.tokenizer, maker, **settings) for settings in self.settings()]
             methods += [Method(label, lm) for lm in lms]
         if not methods:
-            raise ConfigError("bench measures drafts against plain decoding: give a --draft besides none")
+            raise ConfigError("bench measures drafts against baseline decoding: give a --draft besides none")
         return methods
 
 
@@ -94,9 +94,9 @@ def bench(
 ) -> None:
     """Measure drafts on standard question sets: MT-bench, HumanEval, GSM8K, Spec-Bench, ...
 
-    Batch 1, every turn of every question, plain decoding and each draft in alternation. Answers are written at once:
+    Batch 1, every turn of every question, baseline decoding and each draft in alternation. Answers are written at once:
     stop at any time, and the same command continues. Results of different settings are never put in one table. Exits
-    with 1 if a text differs from plain decoding's under a rule that promises it.
+    with 1 if a text differs from baseline decoding's under a rule that promises it.
 
     Examples:
 
@@ -187,7 +187,7 @@ def _print_group(group: Group) -> None:
         print_line("by turn and category")
         _print_rows(group.parts, new_console().width - 18)
     print_line(
-        "n: questions; speedup: mean of the ratios to plain decoding, question by question, with a 95% interval; "
+        "n: questions; speedup: mean of the ratios to baseline decoding, question by question, with a 95% interval; "
         "of means: ratio of mean tokens/s; with prompt: including the prompt's prefill in both times"
     )
     machine = settings.pop("machine")
@@ -203,8 +203,8 @@ def _print_group(group: Group) -> None:
     if len(group.skipped) > _NUM_NAMED:
         print_line(f"in all, {len(group.skipped):,} turns were skipped because they do not fit", "yellow")
     for answer in group.differences[:_NUM_NAMED]:
-        is_promised = answer["promise"] != "law"
-        meaning = "NOT plain decoding's text" if is_promised else "the same distribution, not the same text"
+        is_promised = answer["promise"] != "distribution"
+        meaning = "NOT baseline decoding's text" if is_promised else "the same distribution, not the same text"
         start = f"{answer['draft']}, {answer['budget']}, from token {answer['differs_at'] + 1} on"
         print_line(f"differs: {_place(answer)}: {start}: {meaning}", "red" if is_promised else "dim")
     if len(group.differences) > _NUM_NAMED:
@@ -219,7 +219,7 @@ def _print_rows(rows: Sequence[ResultRow], room: int) -> None:
     records: list[dict[str, str | Text]] = []
     for row in rows:
         cells = row.cells(is_brief=True)
-        style = "green" if row.promise == "law" or row.keeps_promise else "red"
+        style = "green" if row.promise == "distribution" or row.keeps_promise else "red"
         records.append({**cells, "identical": Text(cells["identical"], style)})
     layout = next(layout for width, layout in _LAYOUTS.items() if room >= width or not width)
     screen.print_table(

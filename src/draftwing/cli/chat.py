@@ -231,7 +231,7 @@ class _Conversation:
         parts = format_figures({**answer.record(), "alpha": []})
         parts.insert(3, _label(answer.draft))
         if answer.draft == "none":
-            parts[2:4] = ["plain decoding"]
+            parts[2:4] = ["baseline decoding"]
         if answer.finish_reason == "cancelled":
             parts.append("stopped; the dialogue continues")
         elif answer.finish_reason == "length":
@@ -403,7 +403,7 @@ def demo(
 
 _TOTALS = (
     "temperature: {temperature:g} | draft: {draft} | "
-    ">plain decoding: {plain_seconds:.1f} s, {plain_tokens_per_s:.0f} tokens/s | "
+    ">baseline decoding: {plain_seconds:.1f} s, {plain_tokens_per_s:.0f} tokens/s | "
     ">drafted: {draft_seconds:.1f} s, {draft_tokens_per_s:.0f} tokens/s | >speedup: {speedup:.2f}x | >tau: {tau:.2f} | "
     ">same text: {num_identical} of {num_questions}"
 )
@@ -432,7 +432,7 @@ def _print_pair(*pair: tuple[Answer, list[AnswerStep]]) -> None:
     question, temperature = pair[0][0].question, pair[0][0].sampling.temperature
     print_line(f"\n{question}  (temperature {temperature:g})", "bold")
     table = Table(expand=new_console().is_terminal, padding=(0, 1))
-    for title, (answer, _) in zip(("plain decoding", pair[1][0].draft), pair, strict=True):
+    for title, (answer, _) in zip(("baseline decoding", pair[1][0].draft), pair, strict=True):
         table.add_column(Text(printable(f"{title}: {answer.seconds:.2f} s, {answer.stats.tokens_per_s:.0f} tokens/s")))
     table.add_row(*(text_of(steps) for _, steps in pair))
     new_console().print(table)

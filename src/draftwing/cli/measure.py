@@ -78,9 +78,9 @@ def compare(
     texts: bool = option(False, "Show what each draft wrote after the first prompt."),
     as_json: bool = JSON,
 ) -> None:
-    """Measure drafts against plain decoding on the same prompts.
+    """Measure drafts against baseline decoding on the same prompts.
 
-    Exits with 1 if a text differs from plain decoding's under a rule that promises it.
+    Exits with 1 if a text differs from baseline decoding's under a rule that promises it.
 
     Examples:
 
@@ -108,14 +108,14 @@ def compare(
 
 
 def _print_comparison(comparison: Comparison, *, texts: bool) -> None:
-    is_sampled = any(method.promise == "law" for method in comparison.methods)
+    is_sampled = any(method.promise == "distribution" for method in comparison.methods)
     records = [
         {**asdict(method), "alpha": format_alpha(method.alpha), "identical": _identical(method)}
         for method in comparison.methods
     ]
-    records[0] |= {"name": "none (plain decoding)", "identical": "baseline"}
+    records[0] |= {"name": "none (baseline decoding)", "identical": "baseline"}
     for method in comparison.methods if texts else ():
-        name = "plain decoding" if method is comparison.methods[0] else printable(method.name)
+        name = "baseline decoding" if method is comparison.methods[0] else printable(method.name)
         title = f"{name}: {method.tokens_per_s:.0f} tokens/s"
         text = Text(printable(comparison.texts[method.name].strip("\n")))
         new_console().print(Panel(text, title=Text(title), title_align="left", expand=False))
@@ -128,12 +128,12 @@ def _print_comparison(comparison: Comparison, *, texts: bool) -> None:
         print_line(f"{name}: rule {rules[name]}, tree {budgets[name]}")
     print_line(f"machine: {format_pairs(comparison.machine)}")
     if is_sampled:
-        print_line(f"text: {_DISTRIBUTION_ONLY}; texts differ from plain decoding's as those of two seeds do")
+        print_line(f"text: {_DISTRIBUTION_ONLY}; texts differ from baseline decoding's as those of two seeds do")
 
 
 def _identical(method: MethodResult) -> Text:
     same = method.num_identical == method.num_prompts
-    if method.promise == "law":
+    if method.promise == "distribution":
         return Text(f"same distribution, {'same' if same else 'other'} text", style="green")
     text = f"{'yes' if same else 'no'} ({method.num_identical} of {method.num_prompts})"
     return Text(text if method.lossless else f"{text}, LOSSY rule", style="green" if same else "red")
@@ -149,9 +149,9 @@ def verify(
     allow_ties: bool = option(False, "Accept differences within the rounding noise of the logits."),
     as_json: bool = JSON,
 ) -> None:
-    """Check that drafted text equals plain decoding's, token by token; exit with 1 if it does not.
+    """Check that drafted text equals baseline decoding's, token by token; exit with 1 if it does not.
 
-    Each difference is shown with plain decoding's margin and with how far rounding alone moves a logit there.
+    Each difference is shown with baseline decoding's margin and with how far rounding alone moves a logit there.
 
     Examples:
 
@@ -182,7 +182,7 @@ def _print_verification(verification: Verification, lm: LM) -> None:
     settings = dict(verification.settings)
     sampling = format_pairs(settings.pop("sampling", {})) or "greedy"
     print_line(
-        f"{verification.num_identical} of {verification.num_prompts} texts identical to plain decoding's "
+        f"{verification.num_identical} of {verification.num_prompts} texts identical to baseline decoding's "
         f"({verification.num_tokens} tokens compared)",
         "red" if verification.differences else "green",
     )
@@ -303,7 +303,7 @@ def predict(model: Model, prediction: PredictionOptions, draft: str | None = DRA
         f"{statistics['runs_as'] or 'PyTorch'}; auto is an approximation"
     )
     if machine is not None:
-        print_line(f"speedup over plain decoding at batch 1; machine: {format_pairs(machine)}")
+        print_line(f"speedup over baseline decoding at batch 1; machine: {format_pairs(machine)}")
 
 
 def head_folder(target: str | None, draft: str | None) -> Path:
@@ -365,7 +365,7 @@ def _predict_by_formulas(model: Model, prediction: PredictionOptions, draft: str
         "",
     )
     print_line(
-        f"baseline: plain decoding, {found['plain_tokens_per_s']:.1f} tokens/s; 'with T_V' includes the measured time "
+        f"baseline: without drafts, {found['plain_tokens_per_s']:.1f} tokens/s; 'with T_V' includes the measured time "
         f"of verifying more nodes; 'gains from' is in tokens of context"
     )
     print_line(f"machine: {format_pairs(found['machine'])}")
@@ -475,7 +475,7 @@ def _print_layers(out: Path, tuned: Tuned, measured: dict[str, float] | None, *,
         return
     screen.line(
         f"{best.parts}: {best.tokens_per_s:,.1f} tokens/s expected with chains of {best.depth}, "
-        f"{tuned.speedup:.2f}x of plain decoding"
+        f"{tuned.speedup:.2f}x of baseline decoding"
     )
     for name, skipped in (("attention", best.parts.skipped_attention), ("MLP", best.parts.skipped_mlp)):
         screen.line(f"skipped {name}: {', '.join(map(str, skipped)) or 'none'}", "dim")
@@ -484,5 +484,5 @@ def _print_layers(out: Path, tuned: Tuned, measured: dict[str, float] | None, *,
             f"measured: {measured['tokens_per_s']:,.1f} tokens/s, {measured['speedup']:.2f}x, tau {measured['tau']:.2f}"
         )
     elif tuned.speedup <= 1:
-        screen.line("no set is expected to be faster than plain decoding here", "yellow")
+        screen.line("no set is expected to be faster than baseline decoding here", "yellow")
     screen.line(f"wrote {out}")

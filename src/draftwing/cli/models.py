@@ -140,7 +140,7 @@ def describe_entry(entry: Entry) -> dict[str, Any]:
 def info(
     model: Model,
     draft: str | None = DRAFT,
-    bandwidth: bool = option(False, "Measure the memory bandwidth, which limits plain decoding."),
+    bandwidth: bool = option(False, "Measure the memory bandwidth, which limits baseline decoding."),
     measure: bool = option(False, "Measure what drafts and their verification cost on this machine, in 4 seconds."),
     as_json: bool = JSON,
 ) -> None:

@@ -252,7 +252,7 @@ class Model:
             raise ConfigError(f"--kv-memory {kv_memory / 2**30:g}: {error}") from error
 
     def load_many(self, compared: Compared, drafting: Drafting | None = None) -> list[LM]:
-        """Load the target once; return plain decoding, then an ``LM`` for each draft."""
+        """Load the target once; return baseline decoding, then an ``LM`` for each draft."""
         from draftwing.lm import LM
 
         settings = (drafting or Drafting()).for_lm()

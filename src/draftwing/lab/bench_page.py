@@ -86,7 +86,7 @@ _PAGE = """
 <li>{{ name(row.method) }}: <b>{{ row.figures.speedup.text("x") }}</b> on
 {{ "the mean of all sets" if row.set == MEAN else row.set }} at {{ row.sampling }}, tau {{ row.cells().tau }};
 {{ row.num_identical }} of {{ row.num_answers }} answers are the baseline's
-{%- if row.promise == "law" %} (this rule preserves only the distribution)
+{%- if row.promise == "distribution" %} (this rule preserves only the distribution)
 {%- elif row.promise != "text" %} (LOSSY rule){% endif %}</li>
 {% endfor -%}
 </ul>

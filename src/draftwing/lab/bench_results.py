@@ -154,7 +154,7 @@ class ResultRow:
     # for a fixed chain of an EAGLE head, acceptance of the n-th token, which has read n predicted features
     n_alpha: list[float] | None
     num_identical: int
-    promise: str  # the guarantee of the rule: ``text``, ``law`` or ``nothing`` (see ``compare.MethodResult``)
+    promise: str  # the guarantee of the rule: ``text``, ``distribution`` or ``nothing`` (see ``compare.MethodResult``)
     lossless: bool
     seconds: float
     plain_seconds: float
@@ -175,7 +175,7 @@ class ResultRow:
         num_depths = 3 if is_brief else 10
         alpha = [f"{value:.2f}".removeprefix("0") for value in self.alpha[:num_depths]]
         alpha += ["..."] if len(self.alpha) > num_depths else []
-        suffix = " (same distribution)" if self.promise == "law" else "" if self.lossless else ", LOSSY rule"
+        suffix = " (same distribution)" if self.promise == "distribution" else "" if self.lossless else ", LOSSY rule"
         return {
             "set": self.set,
             "part": self.part,

@@ -33,8 +33,8 @@ class MethodResult:
     tau: float  # tokens per target forward over all prompts, including the bonus token
     efficiency: float  # speedup / tau
     alpha: list[float]  # acceptance by depth
-    # ``text`` if the rule keeps the baseline's text at this temperature, ``law`` if only its distribution, ``nothing``
-    # otherwise
+    # ``text`` if the rule keeps the baseline's text at this temperature, ``distribution`` if it only keeps the
+    # distribution, else ``nothing``
     promise: str
     num_identical: int  # prompts whose token ids equal the baseline's in every round
     num_prompts: int
@@ -117,7 +117,7 @@ def compare(
     }
     return Comparison(
         methods=[_summarise(lm, run, runs[0], len(prompts), sampling) for lm, run in zip(lms, runs, strict=True)],
-        baseline=f"plain decoding, {type(target).__name__}, same settings, batch 1",
+        baseline=f"baseline decoding, {type(target).__name__}, same settings, batch 1",
         settings=settings,
         machine=describe_machine(),
         texts={lm.drafter_name: run[0].text for lm, run in zip(lms, runs, strict=True)},
@@ -129,7 +129,7 @@ def promise_of(lm: LM, sampling: Sampling) -> str:
     rule = get_rule(lm.rule, lossless=False)
     if not rule.lossless:
         return "nothing"
-    return "text" if rule.apply is match or sampling.temperature == 0 else "law"
+    return "text" if rule.apply is match or sampling.temperature == 0 else "distribution"
 
 
 def _summarise(

@@ -312,7 +312,7 @@ class TranslatingDrafter(CausalLMDrafter):
     def _sampling_of(self, sampling: SamplingBatch) -> SamplingBatch:
         """Return the rows' sampling over the draft model's vocabulary; penalties and biases are left out."""
         if self._sampling is None or self._sampling[0] is not sampling:
-            names = ("laws", "logit_bias", "banned_tokens", *(f"{name}_penalty" for name in PENALTIES))
+            names = ("node_distributions", "logit_bias", "banned_tokens", *(f"{name}_penalty" for name in PENALTIES))
             neutral = {name: getattr(Sampling(), name) for name in names}
             rows = [replace(row, **neutral) for row in sampling.rows]
             noise = noise_of(len(self._first), self._first.device)  # the kernel drafts greedily with it

@@ -119,7 +119,7 @@ def register(
 
 
 _HERE = "draftwing.methods."
-register("none", _HERE + "lookup:Baseline", "plain decoding")
+register("none", _HERE + "lookup:Baseline", "baseline decoding")
 register("lookup", _HERE + "lookup:Lookup", "what followed the same words before")
 register("lookahead", _HERE + "lookahead:Lookahead", "n-grams that the target predicts in parallel")
 _EAGLE1 = {"eagle1": TrainingMethod("eagle1", 1, 0.2), "hass": TrainingMethod("hass", 3)}

@@ -25,7 +25,7 @@ from draftwing.text.prompts import join_parts
 MAX_SEQUENCES = 128  # per request: prompts times n
 _COMPLETION_TOKENS = 16  # default of completions, as in OpenAI's and vLLM's servers
 _DRAFTED_PER_NODE = 4  # drafted tokens from which a node of a dynamic tree is chosen
-_NUM_LAWS = 6  # tokens per distribution in a full trace
+_NUM_DISTRIBUTION_TOKENS = 6  # tokens per distribution in a full trace
 _SAMPLING_FIELDS = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("seed", "min_tokens", "ignore_eos"),
@@ -374,7 +374,9 @@ def _sampling(body: ChatBody | CompletionBody, defaults: Defaults, logprobs: int
             stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
             max_tokens=max_tokens,
             logprobs=logprobs,
-            laws=_NUM_LAWS if body.speculation is not None and body.speculation.trace == "full" and body.stream else 0,
+            node_distributions=_NUM_DISTRIBUTION_TOKENS
+            if body.speculation is not None and body.speculation.trace == "full" and body.stream
+            else 0,
         )
     except SamplingError as error:
         name = str(error).split(" ", 1)[0].strip(":")

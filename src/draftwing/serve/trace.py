@@ -73,7 +73,7 @@ def step_trace(step: Step, place: int, names: TokenNames) -> dict[str, Any]:
     Returns:
         ``position`` of the first emitted token, including the prompt; ``nodes`` of the tree, root first: ``id``,
         ``text``, ``parent`` (-1 for the root), ``depth``, ``chance``, the drafter's probability of the token, and
-        ``reach``, that of its path (None if unknown), ``kept``, and ``law``, the target's distribution, if requested;
+        ``reach``, that of its path (None if unknown), ``kept``, and ``distribution``, the target's, if requested;
         ``path``, the kept nodes; ``bonus``; ``token_ids`` emitted; ``num_drafted``, ``num_accepted``, ``depth``;
         ``num_rows`` that shared the step; ``seconds`` by phase, of all rows together.
     """
@@ -100,12 +100,12 @@ def step_trace(step: Step, place: int, names: TokenNames) -> dict[str, Any]:
                 "kept": node in path,
             }
         )
-        if row.laws is not None and i < len(row.laws):
+        if row.node_distributions is not None and i < len(row.node_distributions):
             top = [
                 {"id": token, "text": names(token), "p": _rounded(prob), "g": _rounded(noise)}
-                for token, prob, noise in row.laws[i].chances
+                for token, prob, noise in row.node_distributions[i].chances
             ]
-            nodes[-1]["law"] = {"drawn": row.laws[i].drawn, "top": top}
+            nodes[-1]["distribution"] = {"drawn": row.node_distributions[i].drawn, "top": top}
     bonus = int(step.accepted.bonus[place])
     return {
         "position": row.position,
@@ -164,7 +164,13 @@ def lesson(
     """
     temperature = sampling.temperature or 1.0
     sampling = replace(
-        sampling, temperature=temperature, max_tokens=_CHAIN.depth + 2, ignore_eos=True, logprobs=None, laws=0, stop=()
+        sampling,
+        temperature=temperature,
+        max_tokens=_CHAIN.depth + 2,
+        ignore_eos=True,
+        logprobs=None,
+        node_distributions=0,
+        stop=(),
     )
     result: dict[str, Any] = {"temperature": temperature}
     for name, budget in (("chain", _CHAIN), ("tree", _TREE)):
@@ -209,8 +215,10 @@ def _explain(
 
     def top(p_V: Tensor, q_V: Tensor | None, token: int) -> list[dict[str, Any]]:
         """Return the likeliest tokens of both distributions, and ``token``, by p."""
-        laws = [p_V] if q_V is None else [p_V, q_V]
-        likely = [t for law in laws for t in law.topk(min(_NUM_TOP, len(law))).indices.tolist() if law[t] > 0]
+        distributions = [p_V] if q_V is None else [p_V, q_V]
+        likely = [
+            t for probs in distributions for t in probs.topk(min(_NUM_TOP, len(probs))).indices.tolist() if probs[t] > 0
+        ]
         return [
             {"id": t, "text": names(t), "p": float(p_V[t]), "q": None if q_V is None else float(q_V[t])}
             for t in sorted(dict.fromkeys([token, *likely]), key=lambda t: -float(p_V[t]))
@@ -225,7 +233,7 @@ def _explain(
         tries.append(
             {
                 "node": child, "parent": node, "id": token, "text": names(token), "accept": accept, "u": drawn,
-                "p": float(p_V[token]), "q": float(q_V[token]), "kept": kept, "laws": top(p_V, q_V, token),
+                "p": float(p_V[token]), "q": float(q_V[token]), "kept": kept, "distributions": top(p_V, q_V, token),
             }
         )  # fmt: skip
         if kept:
@@ -234,5 +242,5 @@ def _explain(
         else:
             p_V, is_rest = residual(p_V, q_V), True
             q_V = q_V if replacement else without(q_V, token)
-    last = {"id": bonus, "text": names(bonus), "laws": top(p_V, None, bonus), "is_rest": is_rest}
+    last = {"id": bonus, "text": names(bonus), "distributions": top(p_V, None, bonus), "is_rest": is_rest}
     return {"root": {"id": tokens[0], "text": names(tokens[0])}, "tries": tries, "last": last}

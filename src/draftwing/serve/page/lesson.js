@@ -1,7 +1,7 @@
 // How a step works, with the numbers of one step: draft, verify, accept, and the classic rules for comparison.
 import { getLesson } from "./api.js";
 import { Composer, EXAMPLES, useStep } from "./chat.js";
-import { Bars, Law, Legend, Notice, Stepper, Text } from "./parts.js";
+import { Bars, Distribution, Legend, Notice, Stepper, Text } from "./parts.js";
 import { Run, percent, short, spoken, visible } from "./run.js";
 import { Tree } from "./tree.js";
 import { html, useEffect, useState } from "./vendor/htm-preact.js";
@@ -57,7 +57,7 @@ function VerifyPart({ step, costs, run, node, onNode }) {
       ${plain ? `(one token alone: about ${short(plain * 1000)} ms here, since both mostly wait for the same weights from memory)` : ""}.
       The result is a distribution <i>p</i> of the next token at <em>every</em> node, as if the text ended there.</p>
     <div class="pick" role="group" aria-label="Node">${step.nodes.map((each, i) => html`<button class=${`chip ${each.kept ? "kept" : ""}`} aria-pressed=${i === node} onClick=${() => onNode(i)}>${visible(each.text)}</button>`)}</div>
-    <${Law} node=${chosen} step=${step} temperature=${0} />
+    <${Distribution} node=${chosen} step=${step} temperature=${0} />
     <p class="note">The bars show the likeliest tokens, the drafted ones, and the one that is drawn${run.options.temperature > 0 ? `, at temperature ${run.options.temperature}` : ". At temperature 0 the likeliest token is taken; p is shown as it is at temperature 1"}.</p>
   <//>`;
 }
@@ -66,7 +66,7 @@ function AcceptPart({ step, run, onHeat }) {
   const [at, setAt] = useState(0);
   useEffect(() => setAt(0), [step]);
   const place = Math.min(at, step.path.length - 1), node = step.nodes[step.path[place]];
-  const drawn = node.law.top.find((each) => each.id === node.law.drawn);
+  const drawn = node.distribution.top.find((each) => each.id === node.distribution.drawn);
   const isLast = place === step.path.length - 1, hot = run.options.temperature > 0;
   return html`<${Part} number="3" title="Accept: follow what the target draws">
     <p>${hot
@@ -74,7 +74,7 @@ function AcceptPart({ step, run, onHeat }) {
       : html`At temperature 0 nothing is random: the target’s token is the one with the greatest <i>p</i>.`}
       ${" "}Start at the root, draw the target’s token there, and go down if a guess has that token. If none has it, the drawn token itself is emitted: the <span class="c-bonus">bonus</span>. Every step emits at least this one.</p>
     <div class="pick" role="group" aria-label="Place on the path">${step.path.map((index, i) => html`<button class="chip kept" aria-pressed=${i === place} onClick=${() => setAt(i)}>${i + 1}. after ${visible(step.nodes[index].text)}</button>`)}</div>
-    <${Law} node=${node} step=${step} temperature=${run.options.temperature} />
+    <${Distribution} node=${node} step=${step} temperature=${run.options.temperature} />
     <p class="say">${hot ? `log p + g is greatest for` : `p is greatest for`} <${T}>${drawn?.text ?? ""}<//>: ${isLast
       ? html`no guess after <${T}>${node.text}<//> has it, so it is the bonus, and the step ends.`
       : html`a guess has it, so it is <span class="c-accepted">kept</span>, and the walk continues there.`}</p>
@@ -94,7 +94,7 @@ function Try({ each, number, withNode, root, all }) {
   return html`<li class=${each.kept ? "kept" : "rejected"}>
     <p><b>${number}.</b> ${withNode ? html`After <${T}>${above}<//>: ` : ""}<${T}>${each.text}<//> was drawn from q. p ${percent(each.p) || "0%"}, q ${percent(each.q)}:
       ${" "}keep with probability min(1, p/q) = <b>${each.accept.toFixed(3)}</b>. The draw is u = ${each.u.toFixed(3)}, ${each.kept ? html`below it: <b class="c-accepted">kept</b>.` : html`not below it: <b>rejected</b>.`}</p>
-    <details class="more"><summary>p and q there</summary><${Bars} rows=${each.laws} columns=${numbers} marks=${{ [each.id]: { kind: "drafted", say: "drafted" } }} caption=${`p and q where “${spoken(each.text)}” was tried`} /></details></li>`;
+    <details class="more"><summary>p and q there</summary><${Bars} rows=${each.distributions} columns=${numbers} marks=${{ [each.id]: { kind: "drafted", say: "drafted" } }} caption=${`p and q where “${spoken(each.text)}” was tried`} /></details></li>`;
 }
 
 function Tries({ told, withNode }) {
@@ -103,7 +103,7 @@ function Tries({ told, withNode }) {
     <p class="say">${told.tries.length === 0 ? "Nothing was drafted here. " : ""}${last.is_rest
       ? html`The token after the last kept one is drawn from the residual, max(0, p − q) scaled to 1: <${T}>${last.text}<//>.`
       : html`Nothing was rejected after the last kept token, so the next one is drawn from p itself: <${T}>${last.text}<//>.`}</p>
-    <details class="more"><summary>The distribution that it was drawn from</summary><${Bars} rows=${last.laws} columns=${[numbers[0]]} marks=${{ [last.id]: { kind: "drawn", say: "drawn" } }} caption="The distribution of the token after the kept ones" /></details>`;
+    <details class="more"><summary>The distribution that it was drawn from</summary><${Bars} rows=${last.distributions} columns=${[numbers[0]]} marks=${{ [last.id]: { kind: "drawn", say: "drawn" } }} caption="The distribution of the token after the kept ones" /></details>`;
 }
 
 function RulesPart({ run, step, state }) {
@@ -144,7 +144,7 @@ function RulesPart({ run, step, state }) {
 }
 
 export function Lesson({ state, options, costs, run, setRun, turns, setTurns, changed }) {
-  const view = useStep(run?.steps.some((step) => step.nodes?.[0].law) || run?.trace === "full" ? run : null);
+  const view = useStep(run?.steps.some((step) => step.nodes?.[0].distribution) || run?.trace === "full" ? run : null);
   const ready = run?.trace === "full", busy = ready && !run.isOver;
   const begin = (prompt, history, own, before) => {
     const next = new Run({ state, prompt, history, options: { ...own, maxTokens: Math.min(own.maxTokens, MOST) }, trace: "full" });
@@ -165,7 +165,7 @@ export function Lesson({ state, options, costs, run, setRun, turns, setTurns, ch
       ${ready && run.error && html`<${Notice} error=${run.error} onRetry=${() => begin(run.prompt, run.history, run.options, turns.filter((each) => each !== run))} />`}
       <${Composer} state=${state} busy=${busy} onSend=${fresh} onStop=${() => run.stop()} />
     </section>
-    ${ready && step?.nodes[0].law && html`
+    ${ready && step?.nodes[0].distribution && html`
       <div class="card bar-card"><${Stepper} run=${run} step=${step} onChoose=${view.onChoose} /></div>
       <${DraftPart} run=${run} step=${step} state=${state} node=${node} onNode=${onNode} />
       <${VerifyPart} run=${run} step=${step} costs=${costs} node=${node} onNode=${onNode} />

@@ -90,11 +90,11 @@ export function Bars({ rows, columns, caption, marks = {} }) {
   </table></div>`;
 }
 
-export function Law({ node, step, temperature }) {
+export function Distribution({ node, step, temperature }) {
   const drafted = new Set(step.nodes.filter((each) => each.parent === step.nodes.indexOf(node)).map((each) => each.id));
   const marks = {};
   for (const id of drafted) marks[id] = { kind: "drafted", say: "drafted" };
-  const { drawn } = node.law;
+  const { drawn } = node.distribution;
   marks[drawn] = drafted.has(drawn) ? { kind: "drawn both", say: "drawn, and drafted: kept" } : { kind: "drawn", say: "drawn, not drafted" };
   const columns = [{ name: "p", bar: "p", of: (row) => row.p }];
   if (temperature > 0) {
@@ -104,7 +104,7 @@ export function Law({ node, step, temperature }) {
       { name: "sum", of: (row) => Math.log(row.p) + row.g, write: (value) => value.toFixed(2) },
     );
   }
-  const rows = temperature > 0 ? [...node.law.top].sort((a, b) => Math.log(b.p) + b.g - Math.log(a.p) - a.g) : node.law.top;
+  const rows = temperature > 0 ? [...node.distribution.top].sort((a, b) => Math.log(b.p) + b.g - Math.log(a.p) - a.g) : node.distribution.top;
   return html`<${Bars} rows=${rows} columns=${columns} marks=${marks} caption=${`The target’s distribution after “${spoken(node.text)}”`} />`;
 }
 
@@ -117,6 +117,6 @@ export function StepView({ run, step, onChoose, node, onNode }) {
     <p class="say">Drafted <b>${step.num_drafted}</b>, kept <b class="c-accepted">${step.num_accepted}</b>, and the target added <b class="c-bonus">${plus}</b>:
       ${" "}<b>${step.num_tokens}</b> ${step.num_tokens === 1 ? "token" : "tokens"} from one forward, in <b>${short(stepMs(step))} ms</b>${step.num_rows > 1 ? ` shared by ${step.num_rows} requests` : ""}.</p>
     <${Tree} step=${step} chosen=${node} onChoose=${onNode} />
-    ${chosen.law && html`<${Law} node=${chosen} step=${step} temperature=${run.options.temperature} />`}
+    ${chosen.distribution && html`<${Distribution} node=${chosen} step=${step} temperature=${run.options.temperature} />`}
     <details class="more"><summary>The tree as a table</summary><${TreeTable} step=${step} onChoose=${onNode} /></details>`;
 }

@@ -19,7 +19,7 @@ from draftwing.noise import KeyedNoise
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.tree import PAD, DraftTree
 
-Law = Callable[[tuple[int, ...]], Tensor]  # of the token after a path
+NodeDistribution = Callable[[tuple[int, ...]], Tensor]  # of the token after a path
 KINDS = ("random", "zeros", "equal", "rounded", "one-hot p", "one-hot q", "disjoint", "mixed")
 RULE = {
     "with replacement": partial(multi_round, replacement=True),
@@ -44,7 +44,7 @@ class Enumerated:
         if number < len(self.script):
             choice = self.script[number]
         else:
-            choice = possible[0] if possible else 0  # a law without mass: this outcome is lost
+            choice = possible[0] if possible else 0  # a distribution without mass: this outcome is lost
             self.others += [(*self.taken, other) for other in possible[1:]]
         self.taken.append(choice)
         self.prob *= probs[choice]
@@ -82,7 +82,7 @@ def depth_of(parents: list[int]) -> int:
     return max(depths)
 
 
-def tables(kind: str, vocab: int, seed: int) -> tuple[Law, Law]:
+def tables(kind: str, vocab: int, seed: int) -> tuple[NodeDistribution, NodeDistribution]:
     """p and q after every path, random or degenerate; ``mixed`` takes another kind after each path."""
     made: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
@@ -106,22 +106,22 @@ def tables(kind: str, vocab: int, seed: int) -> tuple[Law, Law]:
     return lambda path: make(path)[0], lambda path: make(path)[1]
 
 
-def grow(parents: list[int], q: Law, draws: Enumerated, *, replacement: bool):
+def grow(parents: list[int], q: NodeDistribution, draws: Enumerated, *, replacement: bool):
     """Fill a shape from the top with draws of q; children for whom q has nothing left are not there."""
     paths: list[tuple[int, ...] | None] = [()]
     tokens, kept_parents, place = [0], [-1], {0: 0}
     left: dict[int, Tensor] = {}
     for node, parent in enumerate(parents[1:], 1):
         above = paths[parent]
-        law = None if above is None else left.setdefault(parent, q(above))
-        if law is None or float(law.sum()) == 0:
+        distribution = None if above is None else left.setdefault(parent, q(above))
+        if distribution is None or float(distribution.sum()) == 0:
             paths.append(None)
             continue
-        token = draws.pick(law)
+        token = draws.pick(distribution)
         if not replacement:
-            law = law.clone()
-            law[token] = 0.0
-            left[parent] = law / law.sum() if float(law.sum()) > 0 else law
+            distribution = distribution.clone()
+            distribution[token] = 0.0
+            left[parent] = distribution / distribution.sum() if float(distribution.sum()) > 0 else distribution
         paths.append((*above, token))
         place[node] = len(tokens)
         tokens.append(token)
@@ -129,13 +129,13 @@ def grow(parents: list[int], q: Law, draws: Enumerated, *, replacement: bool):
     return tokens, kept_parents, [path for path in paths if path is not None]
 
 
-def deviation(rule: str, parents: list[int], p: Law, q: Law, vocab: int) -> float:
-    """The largest difference between the law of the first depth + 1 emitted tokens and p's."""
+def deviation(rule: str, parents: list[int], p: NodeDistribution, q: NodeDistribution, vocab: int) -> float:
+    """The largest difference between the distribution of the first depth + 1 emitted tokens and p's."""
 
     def run(draws: Enumerated) -> tuple[int, ...]:
         tokens, above, paths = grow(parents, q, draws, replacement=rule != "without replacement")
-        laws = torch.stack([p(path) for path in paths]), torch.stack([q(path) for path in paths])
-        path, bonus = RULE[rule](tokens, above, *laws, draws)
+        distributions = torch.stack([p(path) for path in paths]), torch.stack([q(path) for path in paths])
+        path, bonus = RULE[rule](tokens, above, *distributions, draws)
         return (*(tokens[node] for node in path[1:]), bonus)
 
     mass: dict[tuple[int, ...], float] = defaultdict(float)
@@ -163,7 +163,7 @@ CHAINS = [list(range(-1, depth)) for depth in range(5)]
 
 @pytest.mark.parametrize(("kind", "vocab"), [*((kind, 3) for kind in KINDS), ("mixed", 4)])
 @pytest.mark.parametrize("rule", ["with replacement", "without replacement"])
-def test_multi_round_keeps_the_law_on_every_tree(rule, kind, vocab):
+def test_multi_round_keeps_the_distribution_on_every_tree(rule, kind, vocab):
     # All trees of up to six nodes, five, or four: ``mixed`` has every other kind somewhere.
     most = 9 if kind != "mixed" else 65 if (rule, vocab) == ("without replacement", 3) else 23
     for number, parents in enumerate(TREES[:most]):
@@ -172,7 +172,7 @@ def test_multi_round_keeps_the_law_on_every_tree(rule, kind, vocab):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", ["with replacement", "block"])
-def test_chains_keep_the_law(rule, kind):
+def test_chains_keep_the_distribution(rule, kind):
     """On a chain ``with replacement`` is speculative sampling."""
     for parents in CHAINS[:4]:
         for seed in range(4):
@@ -181,11 +181,11 @@ def test_chains_keep_the_law(rule, kind):
     assert deviation(rule, CHAINS[4], *tables(kind, 3, 5), 3) < 1e-12
 
 
-def mean_kept(rule: str, parents: list[int], p: Law, q: Law) -> float:
+def mean_kept(rule: str, parents: list[int], p: NodeDistribution, q: NodeDistribution) -> float:
     def run(draws: Enumerated) -> tuple[int, ...]:
         tokens, above, paths = grow(parents, q, draws, replacement=True)
-        laws = torch.stack([p(path) for path in paths]), torch.stack([q(path) for path in paths])
-        return (len(RULE[rule](tokens, above, *laws, draws)[0]) - 1,)
+        distributions = torch.stack([p(path) for path in paths]), torch.stack([q(path) for path in paths])
+        return (len(RULE[rule](tokens, above, *distributions, draws)[0]) - 1,)
 
     return sum(prob * kept for prob, (kept,) in outcomes(run))
 
@@ -223,7 +223,7 @@ MUTATIONS = {
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_mistake_changes_the_law(name, monkeypatch):
+def test_a_mistake_changes_the_distribution(name, monkeypatch):
     patches, rule, parents = MUTATIONS[name]
 
     def worst() -> float:
@@ -239,12 +239,12 @@ def test_a_mistake_changes_the_law(name, monkeypatch):
 
 
 class Remembered(KeyedDraws):
-    """Keyed draws that note the laws that were picked from."""
+    """Keyed draws that note the distributions that were picked from."""
 
-    laws: list[Tensor] = []  # noqa: RUF012  # shared on purpose: the rule makes its own draws
+    distributions: list[Tensor] = []  # noqa: RUF012  # shared on purpose: the rule makes its own draws
 
     def pick(self, probs: Tensor) -> int:
-        self.laws.append(probs)
+        self.node_distributions.append(probs)
         return super().pick(probs)
 
 
@@ -281,7 +281,9 @@ def test_a_batch_of_ragged_trees_is_its_rows_one_by_one(rule, monkeypatch):
             assert set(accepted.path[b, len(path) :].tolist()) <= {PAD}
             assert int(accepted.num[b]) == len(path) - 1
             assert int(accepted.bonus[b]) == bonus
-    assert all(float(law.sum()) == pytest.approx(1.0, abs=1e-12) for law in Remembered.laws)
+    assert all(
+        float(distribution.sum()) == pytest.approx(1.0, abs=1e-12) for distribution in Remembered.node_distributions
+    )
 
 
 def random_trees(seed: int, vocab: int) -> DraftTree:
