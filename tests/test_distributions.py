@@ -244,7 +244,7 @@ class Remembered(KeyedDraws):
     distributions: list[Tensor] = []  # noqa: RUF012  # shared on purpose: the rule makes its own draws
 
     def pick(self, probs: Tensor) -> int:
-        self.node_distributions.append(probs)
+        self.distributions.append(probs)
         return super().pick(probs)
 
 
@@ -281,9 +281,7 @@ def test_a_batch_of_ragged_trees_is_its_rows_one_by_one(rule, monkeypatch):
             assert set(accepted.path[b, len(path) :].tolist()) <= {PAD}
             assert int(accepted.num[b]) == len(path) - 1
             assert int(accepted.bonus[b]) == bonus
-    assert all(
-        float(distribution.sum()) == pytest.approx(1.0, abs=1e-12) for distribution in Remembered.node_distributions
-    )
+    assert all(float(distribution.sum()) == pytest.approx(1.0, abs=1e-12) for distribution in Remembered.distributions)
 
 
 def random_trees(seed: int, vocab: int) -> DraftTree:
