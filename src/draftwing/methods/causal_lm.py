@@ -63,7 +63,7 @@ from draftwing.models.lean import (
     rotary_of,
 )
 from draftwing.models.linear import Embedding, Layout, Linear
-from draftwing.models.paged import outside_pages
+from draftwing.models.paged import SlotsExhausted, other_rows
 from draftwing.models.target import Target
 from draftwing.models.weights import WeightFiles, Weights
 from draftwing.noise import KeyedNoise
@@ -216,6 +216,7 @@ class TranslatedRow:
     parents: list[int] = field(default_factory=list)
     places: list[int] = field(default_factory=list)  # as in ``Drafted``
     num_levels: int = 0  # that were run: deeper nodes have no slots
+    has_slots: bool = True  # False: not drafted for any more, because other rows need the memory
 
     def follow(self) -> list[int]:
         """Count the slots that hold the row's present ids; returns the places of those of the draft."""
@@ -238,14 +239,15 @@ class TranslatingDrafter(CausalLMDrafter):
 
     The model reads the row's text in its own tokens. Its trees grow as those of other models do, and their paths are
     encoded by the target's tokenizer in the context of the last words. No q over the target's vocabulary exists, so
-    the classic acceptance rules cannot be used. Its slots are not the target's: they lie outside of ``kv_memory``.
+    the classic acceptance rules cannot be used. Its rows have other lengths than the target's: with ``kv_memory`` they
+    have as many pages, and if these do not suffice, the longest row is not drafted for any more.
     """
 
     is_one_request = grows_by_rule = resumes = has_probs = False
     tokenizer = "another: drafts are encoded again by the target's"
 
     def __init__(self, model: Any, target_vocab_size: int, translation: Translation) -> None:
-        with outside_pages():
+        with other_rows(model.max_length):
             super().__init__(model, model.vocab_size)
         self.name = f"causal-lm ({model.name}, another tokenizer)"
         self._translation, self._rows, self._target_vocab_size = translation, list[TranslatedRow](), target_vocab_size
@@ -261,10 +263,13 @@ class TranslatingDrafter(CausalLMDrafter):
         row = TranslatedRow(text, len(text.ids))
         if self._space(row) > 0:
             row.num_read = max(len(text.ids) - 1, 0)
-        ids = self._readable(text.ids[: row.num_read])
-        self.runner.prefill(len(self._rows), ids, prompt_length=row.prompt_length)
-        text.settle()
+        ids, place = self._readable(text.ids[: row.num_read]), len(self._rows)
         self._rows.append(row)
+        try:
+            self.runner.prefill(place, ids, prompt_length=row.prompt_length)
+        except SlotsExhausted:
+            self._drop_slots(place)
+        text.settle()
 
     @inference
     def remove(self, ctx: Context, row: int) -> None:
@@ -274,7 +279,13 @@ class TranslatingDrafter(CausalLMDrafter):
     def _space(self, row: TranslatedRow) -> int:
         """Return how deep a tree this model's context allows for a row; 0 if its text cannot be continued."""
         space: int = self.model.max_length - len(row.text.ids) - 2
-        return max(space, 0) if row.text.ids and row.text.is_complete else 0
+        return max(space, 0) if row.text.ids and row.text.is_complete and row.has_slots else 0
+
+    def _drop_slots(self, place: int) -> None:
+        """Free the slots of a row, and do not draft for it any more."""
+        row = self._rows[place]
+        row.has_slots, row.num_read, row.num_levels = False, 0, 0
+        self.runner.cache.table.empty(place)
 
     def _read_rows(self, ctx: Context) -> None:
         """Read what the target has written, and keep the slots of the draft's tokens in it."""
@@ -299,12 +310,13 @@ class TranslatingDrafter(CausalLMDrafter):
         if not any(spaces):
             return None
         fits = [space > 0 for space in spaces]
-        # A row that is not drafted for reads its last token alone, in place of nothing.
-        starts = [
-            row.num_read if fit else max(len(row.text.ids) - 1, 0) for row, fit in zip(self._rows, fits, strict=True)
+        # A row that is not drafted for reads any token, in place of nothing.
+        starts = [row.num_read for row in self._rows]
+        unread = [
+            self._readable(row.text.ids[row.num_read :]) if fit else [0]
+            for row, fit in zip(self._rows, fits, strict=True)
         ]
-        unread = [self._readable(row.text.ids[start:]) or [0] for row, start in zip(self._rows, starts, strict=True)]
-        roots = [max(len(row.text.ids) - 1, 0) for row in self._rows]
+        roots = [start + len(ids) - 1 for start, ids in zip(starts, unread, strict=True)]
         return DraftRequest(
             ctx, fits, self._sampling_of(sampling), budget, self._calibration, unread, starts, roots, wants_places=True
         ).within(min(space for space in spaces if space > 0))
@@ -324,10 +336,14 @@ class TranslatingDrafter(CausalLMDrafter):
     @inference
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         """Grow trees of the model's tokens, and encode their paths by the target's tokenizer."""
-        request = self.request(ctx, sampling, budget)
-        if request is None:
+        while (request := self.request(ctx, sampling, budget)) is not None:
+            try:
+                drafted = self.draft(request)
+                break
+            except SlotsExhausted:
+                self._drop_slots(max(range(len(self._rows)), key=lambda place: self._rows[place].num_read))
+        else:
             return ctx.roots()
-        drafted = self.draft(request)
         tree, rows = drafted.tree, list[ListTree]()
         places = None if drafted.places is None else drafted.places.tolist()
         node_probs = None if tree.node_probs is None else tree.node_probs.tolist()
