@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -41,8 +41,8 @@ from draftwing.formats.settings import FORMAT
 from draftwing.formats.write import write_folder
 from draftwing.methods.base import Budget, Drafter, ListTree, no_probs, swap_remove
 from draftwing.methods.calibration import Calibration
-from draftwing.methods.ensemble import unite
-from draftwing.methods.lookup import SuffixAutomaton, to_draft_tree
+from draftwing.methods.ensemble import Union, unite
+from draftwing.methods.lookup import SuffixAutomaton
 from draftwing.methods.method import NetMethod, NewDrafter, NewNet, Source
 from draftwing.methods.net import DraftNet, TargetId, layer_names
 from draftwing.methods.net_drafter import NetDrafter
@@ -78,7 +78,7 @@ from draftwing.runtime.tree_builder import (
     together,
 )
 from draftwing.sampling import PENALTIES, Sampling, SamplingBatch
-from draftwing.text.tokenizer import Tokenizer
+from draftwing.text.tokenizer import Tokenizer, num_common
 from draftwing.text.translate import DraftText, Pieces, Translation
 from draftwing.torch_utils import inference
 from draftwing.tree import PAD, Accepted, DraftTree
@@ -344,57 +344,44 @@ class TranslatingDrafter(CausalLMDrafter):
                 self._drop_slots(max(range(len(self._rows)), key=lambda place: self._rows[place].num_read))
         else:
             return ctx.roots()
-        tree, rows = drafted.tree, list[ListTree]()
+        tree, unions = drafted.tree, list[Union]()
         places = None if drafted.places is None else drafted.places.tolist()
         node_probs = None if tree.node_probs is None else tree.node_probs.tolist()
         path_probs = None if tree.confidence is None else tree.confidence.tolist()
         pairs = zip(ctx.rows, self._rows, request.active, tree.tokens.tolist(), tree.parents.tolist(), strict=True)
         for number, (row, state, is_active, tokens, parents) in enumerate(pairs):
-            if not is_active:
-                rows.append(ListTree(row.tokens[-1:]))
-                continue
-            state.num_read, state.tokens, state.parents = len(state.text.ids), tokens, parents
-            state.places = [*range(len(tokens))] if places is None else places[number]
-            state.num_levels = drafted.num_levels
-            reached = [1.0] * len(tokens)
-            for node in range(1, len(tokens)):
-                above = max(parents[node], 0)
-                if node_probs is not None:
-                    reached[node] = reached[above] * node_probs[number][node]
-                else:
-                    reached[node] = reached[above] * UNKNOWN_PROB if path_probs is None else path_probs[number][node]
-            rows.append(self._translated(row, state, reached, budget))
-        return replace(to_draft_tree(rows, ctx.device), num_draft_forwards=tree.num_draft_forwards)
+            paths = [ListTree(row.tokens[-1:])]
+            if is_active:
+                state.num_read, state.tokens, state.parents = len(state.text.ids), tokens, parents
+                state.places = [*range(len(tokens))] if places is None else places[number]
+                state.num_levels = drafted.num_levels
+                reached = [1.0] * len(tokens)
+                for node in range(1, len(tokens)):
+                    if node_probs is None and path_probs is not None:
+                        reached[node] = path_probs[number][node]
+                    else:
+                        prob = UNKNOWN_PROB if node_probs is None else node_probs[number][node]
+                        reached[node] = reached[parents[node]] * prob
+                paths += self._translated(row, state, reached, budget.depth)
+            unions.append(unite(paths))
+            unions[-1].weigh(lambda union, node: max(union.given_probs[node].values()))
+        num_forwards = tree.max_depth if tree.num_draft_forwards is None else tree.num_draft_forwards
+        return together(unions, [union.within(budget) for union in unions], ctx.device, float(num_forwards))
 
-    def _translated(self, row: Row, state: TranslatedRow, reached: Sequence[float], budget: Budget) -> ListTree:
-        """Return a row's draft in the target's tokens; a node is as likely as the draft tokens that it needs."""
+    def _translated(self, row: Row, state: TranslatedRow, reached: Sequence[float], depth: int) -> Iterator[ListTree]:
+        """Yield a row's paths in the target's tokens; a node is as likely as the draft tokens that it needs."""
         before, inner = self._translation.tail(row.tokens), set(state.parents)
-        leaves = [node for node, token in enumerate(state.tokens) if node and token != PAD and node not in inner]
-        tokens, parents, chances, depths = row.tokens[-1:], [-1], [1.0], [0]
-        children: dict[tuple[int, int], int] = {}
-        for leaf in leaves:
+        for leaf, token in enumerate(state.tokens):
+            if not leaf or token == PAD or leaf in inner:
+                continue
             nodes = [leaf]
             while nodes[0]:
                 nodes.insert(0, state.parents[nodes[0]])
             path, counts = self._translation.to_target(before, [state.tokens[node] for node in nodes[1:]])
-            above = 0
-            for token, count in zip(path[: budget.depth], counts, strict=False):
-                if token >= self._target_vocab_size:
-                    break
-                child = children.setdefault((above, token), len(tokens))
-                if child == len(tokens):
-                    tokens, parents = [*tokens, token], [*parents, above]
-                    chances, depths = [*chances, 0.0], [*depths, depths[above] + 1]
-                chances[child], above = max(chances[child], reached[nodes[count]]), child
-        # The likeliest nodes, which are connected: none is likelier than its parent, which comes first.
-        kept = sorted(sorted(range(len(tokens)), key=lambda node: -chances[node])[: 1 + budget.max_nodes])
-        place = {node: i for i, node in enumerate(kept)}
-        return ListTree(
-            [tokens[node] for node in kept],
-            [-1, *(place[parents[node]] for node in kept[1:])],
-            [1.0, *(chances[node] / max(chances[parents[node]], 1e-9) for node in kept[1:])],
-            max(depths[node] for node in kept),
-        )
+            path = [*takewhile(lambda token: token < self._target_vocab_size, path[:depth])]
+            chances = [1.0, *(reached[nodes[count]] for count in counts[: len(path)])]
+            probs = [chance / max(above, 1e-9) for above, chance in pairwise(chances)]
+            yield ListTree([row.tokens[-1], *path], [*range(-1, len(path))], [1.0, *probs])
 
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
         """Do nothing: the next request compares the draft with what the target wrote."""
@@ -416,9 +403,7 @@ class StagedRow:
 
     def num_kept(self, row: Row) -> int:
         """Return the number of slots that still hold the row's tokens."""
-        pairs = zip(self.run, row.tokens[self.start :], strict=False)
-        kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        return self.start + kept
+        return self.start + num_common(self.run, row.tokens[self.start :])
 
 
 @dataclass
