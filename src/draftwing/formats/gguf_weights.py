@@ -70,7 +70,7 @@ _IN_LAYERS = {
     "attn_output": "out",
     "ffn_down": "down",
 }
-_CONVOLUTION = {f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")}  # of LFM2
+_CONVOLUTION = {f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")}
 _LAYER_NAME = re.compile(r"blk\.(\d{1,6})\.((?:shortconv\.)?\w+)(?:\.(\d{1,6}))?\.(weight|bias)")
 
 

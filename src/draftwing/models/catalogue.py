@@ -15,7 +15,7 @@ from draftwing.errors import CheckpointError
 from draftwing.shipped import shipped_folder, shipped_heads
 from draftwing.storage import exists, read_json
 
-ADAPTER_CONFIG = "adapter_config.json"  # of peft
+ADAPTER_CONFIG = "adapter_config.json"  # peft's settings
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ class PageTable:
         self.caches: list[PagedCache] = []
         self._unclaimed: list[PagedCache] = []
         self._apart: list[PageTable] = []
-        self._num_apart = 0  # of which are in use
+        self._num_apart = 0  # the first ones, which are in use
         self.is_apart = False
         self.num_pages = 0
         self.uses: list[int] = []
