@@ -68,6 +68,7 @@ FURTHER: dict[str, dict[str, Any]] = {
     "nemotron": {},
     "arcee": {},
     "olmoe": {},
+    "lfm2": {**_TIED, "block_auto_adjust_ff_dim": False},
     "qwen2-moe": {"mlp_only_layers": [], "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
 }
 
@@ -108,7 +109,7 @@ def gguf_tensors(folder: Path) -> dict[str, np.ndarray]:
             weight = interleave(weight, config[kind])
         if architecture in SHIFTED and new.endswith("norm.weight"):
             weight = weight + 1
-        if "gate_inp_shexp" in new:
+        if "gate_inp_shexp" in new or "shortconv.conv" in new:
             weight = weight.squeeze()
         if expert:
             found.setdefault(new, {})[int(expert[1])] = weight
@@ -128,7 +129,12 @@ def add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_embedding_length(hidden)
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    kv_heads = config["num_key_value_heads"]
+    if writer.arch == "lfm2":
+        kv_heads = [0 if kind == "conv" else kv_heads for kind in config["layer_types"]]
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+        writer.add_layer_norm_rms_eps(config["norm_eps"])
+    writer.add_head_count_kv(kv_heads)
     for key, method in SETTINGS.items():
         if config.get(key) is not None:
             getattr(writer, f"add_{method}")(config[key])
@@ -194,7 +200,8 @@ def write(
     for name, weight in gguf_tensors(folder).items():
         if not keep(name):
             continue
-        kind = gguf.GGMLQuantizationType[kind_of(name, weight) if weight.ndim > 1 else "F32"]
+        is_plain = weight.ndim == 1 or "shortconv.conv." in name
+        kind = gguf.GGMLQuantizationType["F32" if is_plain else kind_of(name, weight)]
         plain = kind == gguf.GGMLQuantizationType.F32
         writer.add_tensor(name, weight if plain else quantised(weight, kind), raw_dtype=None if plain else kind)
     writer.write_header_to_file()

@@ -18,7 +18,9 @@ from conftest import add_tokenizer, build, refused
 from draftwing.cli import main as cli
 from draftwing.errors import ConfigError, PromptError
 from draftwing.formats.card import line_of
+from draftwing.formats.doctor import other_taps
 from draftwing.formats.read import load_head
+from draftwing.formats.settings import TAP_IDS
 from draftwing.formats.write import save_head
 from draftwing.lab.fit import MISFIT, FitTrial, by_chance, judge, measure_fit, trial_of, wilson
 from draftwing.loading import load_drafter
@@ -405,3 +407,27 @@ def test_the_command_reports_its_prompts(run, target):
         doctor(run[0] / "head", "--target", target, "--json", "--prompts", run[1], "--num-prompts", 1).stdout
     )
     assert own["fit"]["tried_on"] == f"prompts of {run[1]} through the chat template"
+
+
+def test_both_conventions_of_tap_ids_are_tried(tmp_path):
+    head, target = load_head(TOY / "eagle3"), dw.load("toy").target
+    assert head.config.taps == (2, 4, 5)
+    save_head(tmp_path, head, "sglang")
+    plain = json.loads((tmp_path / "config.json").read_text())
+    plain = {name: value for name, value in plain.items() if name not in ("draftwing", "eagle_config")}
+    for config, taps in (
+        ({TAP_IDS: [2, 4, 5]}, (3, 5, 6)),  # read as inputs
+        ({"eagle_config": {TAP_IDS: [1, 3, 4]}}, (1, 3, 4)),  # read as outputs
+        ({TAP_IDS: [2, 4, target.num_layers - 1]}, None),
+        ({}, None),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**plain, **config}))
+        assert other_taps(tmp_path, target.num_layers) == taps
+    assert other_taps(TOY / "eagle3", target.num_layers) is None
+    # Those of the embedding alone agree less.
+    fit = measure_fit(dw.load("toy"), FitTrial(shipped_prompts(1), ""), 24, (0, 0, 0))
+    assert (fit.taps, fit.other.taps) == ((2, 4, 5), (0, 0, 0))
+    assert fit.other.tau < fit.tau
+    (tmp_path / "config.json").write_text(json.dumps({**plain, TAP_IDS: [2, 4, 5]}))
+    shown = doctor(tmp_path, "--target", "toy", "--num-prompts", "1").stdout
+    assert re.search(r"taps 2,4,5: tau \d\.\d\d; if its ids count outputs of layers, 3,5,6: tau \d\.\d\d, ", shown)

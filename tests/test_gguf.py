@@ -85,7 +85,18 @@ def test_a_file_is_its_checkpoint_again(source_of, tmp_path, family):
                 stored = weights.stored(name)
                 assert (stored.format, stored.num_in) == ("float32", weight.shape[1])
                 assert torch.equal(stored.data, weight), name
-        assert weights.unused(set(expected) - {"model.norm.weight"}) == ["model.norm.weight"]
+        last = next(name for name in expected if name.endswith("norm.weight") and "layers" not in name)
+        assert weights.unused(set(expected) - {last}) == [last]
+
+
+@pytest.mark.parametrize("counts", [[0, 0, 0], [0, 1, 2], [1, 0], 1])
+def test_layers_of_lfm2_have_no_kv_heads_or_one_number_of_them(source_of, tmp_path, counts):
+    def change(writer):
+        del writer.kv_data[0]["lfm2.attention.head_count_kv"]
+        writer.add_head_count_kv(counts)
+
+    with pytest.raises((CheckpointError, ConfigError), match=r"lfm2\.attention\.head_count_kv"):
+        open_gguf(write(source_of("lfm2"), tmp_path / "m.gguf", change=change))
 
 
 STRETCHED = {"factor": 32.0, "original_max_position_embeddings": 8192}

@@ -17,6 +17,8 @@ from conftest import add_tokenizer, refused
 from draftwing.cpu.library import get_kernel
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
 from draftwing.loading import find_model, load_target
+from draftwing.models.catalogue import entry_of
+from draftwing.shipped import shipped_folder
 
 IDS = torch.tensor([[1, 5, 9, 33, 60, 2, 7]])
 LAYER, TIED = "model.layers.1.", "llama-bias-tied"
@@ -186,6 +188,18 @@ def test_a_folder_of_an_adapter_is_a_target(folder_of, tmp_path):
     (adapter / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": None}))
     with refused(CheckpointError, "does not name its base model"):
         dw.load(adapter)
+
+
+def test_an_adapter_has_the_default_draft_of_its_base_model(tmp_path):
+    toy = shipped_folder("toy/target")
+    weights = load_file(toy / "model.safetensors")
+    adapter = write_adapter(tmp_path / "adapter", "toy", matrices(weights, f"{LAYER}mlp.up_proj"))
+    given, stated = dw.load("toy", lora=adapter), dw.load(adapter)
+    assert stated.drafter_name == given.drafter_name == dw.load("toy").drafter_name
+    texts = [lm.generate([[1, 70, 80]], max_tokens=9)[0].token_ids for lm in (given, stated)]
+    assert texts[0] == texts[1] == dw.load(adapter, "none").generate([[1, 70, 80]], max_tokens=9)[0].token_ids
+    (tmp_path / "adapter" / "toy").mkdir()  # a folder of this name comes first
+    assert entry_of(adapter) is None
 
 
 def test_adapters_that_do_not_fit(folder_of, tmp_path):

@@ -235,11 +235,30 @@ def test_any_tokenizer_drafts_wherever_another_draft_does(folders):
     expected = [one.token_ids for one in dw.load(folders / "target", "none").generate(prompts, **sampling)]
     lm = dw.load(folders / "target", f"{folders / 'other'}+lookup", budget=dw.Budget(3, 2, 5))
     assert [one.token_ids for one in lm.generate(prompts, max_batch=2, **sampling)] == expected
-    lm = dw.load(folders / "target", folders / "other")
-    engine = lm.engine(kv_memory=2**21)
-    requests = [engine.submit(prompt, dw.Sampling(**sampling)) for prompt in prompts]
-    engine.run()
-    assert [request.token_ids for request in requests] == expected
+
+
+@pytest.mark.filterwarnings("ignore:draft model .* has another tokenizer")
+def test_a_draft_model_of_another_tokenizer_shares_the_memory(folders):
+    """Its rows may be longer than the target's: some are then not drafted for, and all texts are the same."""
+    short = Pieces(Tokenizer(folders / "target")).ids[b"pen"]  # the draft model needs three tokens
+    prompts = [[1, *[short] * 70], [1, *range(60, 100)], [5]]
+    sampling = {"max_tokens": 16, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+    plain, lm = (dw.load(folders / "target", draft, budget=dw.Budget(3)) for draft in ("none", folders / "other"))
+    expected = [one.token_ids for one in plain.generate(prompts, **sampling)]
+    alone = plain.engine(kv_memory=2**22).decoder.pages.num_page_bytes
+    pages = lm.engine(kv_memory=2**22).decoder.pages
+    assert alone < pages.num_page_bytes
+    assert pages.num_pages < 2**22 / pages.num_page_bytes
+    drafted = []
+    for num_blocks in (7, 40):
+        engine = lm.engine(kv_memory=num_blocks * pages.num_page_bytes)
+        for _ in range(2):
+            requests = [engine.submit(prompt, dw.Sampling(**sampling)) for prompt in prompts]
+            engine.run()
+            engine.check()
+            assert [request.token_ids for request in requests] == expected
+        drafted.append(requests[0].stats.num_drafted)
+    assert drafted[0] < drafted[1]
 
 
 @pytest.mark.filterwarnings("ignore:draft model .* has another tokenizer")

@@ -20,11 +20,11 @@ from draftwing.lm import LM
 from draftwing.methods.base import BUDGET_ARGUMENT, Budget, Drafter
 from draftwing.methods.registry import drafter_maker
 from draftwing.models.adapter import AdapterTarget
-from draftwing.models.catalogue import default_model, entry_of
+from draftwing.models.catalogue import default_model, entry_of, is_adapter
 from draftwing.models.config import ModelConfig, read_config
 from draftwing.models.families import LEAN_MODEL_TYPES
 from draftwing.models.lean import LeanTarget
-from draftwing.models.lora import is_adapter, read_adapter_config
+from draftwing.models.lora import read_adapter_config
 from draftwing.models.paged import PAGE, check_memory
 from draftwing.models.resolve import resolve
 from draftwing.models.target import Target
@@ -120,8 +120,8 @@ def load(
     if unknown:
         raise TypeError(f"load() got an unexpected keyword argument {unknown[0]!r}")
     device = model.get("device")
-    entry = entry_of(target)
     folder, lora = find_model(target, model.get("revision"), model.get("lora"))
+    entry = entry_of(target if lora is None or model.get("lora") else lora)
     loaded = load_target(
         folder,
         dtype=model.get("dtype", "float32"),

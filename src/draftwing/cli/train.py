@@ -292,7 +292,8 @@ def doctor(
     """Check a head for a target: known causes of silent failure, and whether its drafts are accepted.
 
     The head is tried on prompts that its training held out and stored with it, else on questions through the target's
-    chat template, else (for targets without one) on beginnings of Python files. Exits with 1 if a check fails, or if
+    chat template, else (for targets without one) on beginnings of Python files. If another trainer's EAGLE-3 head names
+    the layers that it reads, it is tried with their inputs and with their outputs. Exits with 1 if a check fails, or if
     the head drafts no better than chance.
 
     Examples:
@@ -300,9 +301,10 @@ def doctor(
     - `draftwing doctor my-head/head`
     - `draftwing doctor downloaded-eagle3 --target path/or/hub-id --prompts prompts.jsonl`
     """
+    from draftwing.formats.doctor import other_taps
     from draftwing.lab.fit import measure_fit, trial_of
     from draftwing.loading import find_model, load
-    from draftwing.methods.registry import diagnose
+    from draftwing.methods.registry import diagnose, method_of_folder
     from draftwing.remote import public_name
     from draftwing.text.prompts import read_prompts
 
@@ -314,7 +316,8 @@ def doctor(
         lm = load(**vars(model), draft=head)
         given = None if prompts is None else read_prompts(prompts, num_prompts)
         where = "" if prompts is None else public_name(prompts)
-        fit = measure_fit(lm, trial_of(head, lm.tokenizer, num_prompts, given, where=where))
+        other = other_taps(head, lm.target.num_layers) if method_of_folder(head).name == "eagle3" else None
+        fit = measure_fit(lm, trial_of(head, lm.tokenizer, num_prompts, given, where=where), other_taps=other)
         failed = fit.verdict == "does not fit"
     if as_json:
         rows = [asdict(finding) for finding in findings]
@@ -342,6 +345,16 @@ def _print_findings(findings: Sequence[Finding], fit: Fit | None) -> None:
         f"first token accepted: {low:.0%} to {high:.0%} (95%); shuffled drafts: {fit.chance:.0%}; tau of prompt lookup "
         f"on the same prompts: {fit.lookup_tau:.2f}"
     )
+    if fit.other is not None:
+        read, other = (",".join(map(str, taps)) for taps in (fit.taps, fit.other.taps))
+        counted = "inputs" if fit.other.taps < fit.taps else "outputs"
+        is_better = fit.other.tau > fit.tau
+        advice = f"these agree better, so convert the head with --taps {other}" if is_better else "not better"
+        print_line(
+            f"taps {read}: tau {fit.tau:.2f}; if its ids count {counted} of layers, {other}: tau {fit.other.tau:.2f}, "
+            f"{advice}",
+            "yellow" if is_better else "green",
+        )
 
 
 # Layouts of all methods, listed here because the methods' classes import PyTorch.

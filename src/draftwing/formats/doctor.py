@@ -147,6 +147,22 @@ def diagnose(head_folder: Path, target_folder: Path | None = None) -> list[Findi
     return findings
 
 
+def other_taps(head_folder: Path, num_layers: int) -> tuple[int, ...] | None:
+    """Return the taps of a foreign head if its ids count outputs of layers instead of inputs, or the other way round.
+
+    None if it names no ids, or if the taps would not be hidden states of a target with ``num_layers``.
+    """
+    try:
+        settings = read_settings(read_config(head_folder), f"{head_folder}/config.json")
+        taps = find_taps(settings, str(head_folder))
+    except DraftwingError:
+        return None
+    if settings.has_block or taps is None:
+        return None
+    taps = tuple(tap - 1 if settings.taps_are_outputs else tap + 1 for tap in taps)
+    return taps if min(taps) >= 0 and max(taps) < num_layers else None
+
+
 def _read_case(folder: Path, target: _Target | None) -> _Case:
     """Read a head step by step; after a step that fails, continue with those that do not need it."""
     case, where = _Case(folder, target), str(folder)

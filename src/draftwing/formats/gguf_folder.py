@@ -190,6 +190,7 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
     "arcee": Architecture("arcee", has_pairs=True),
     "olmoe": Architecture("olmoe"),
     "qwen2moe": Architecture("qwen2_moe"),
+    "lfm2": Architecture("lfm2"),
 }
 
 # Values of keys that change nothing if they are not read, after the architecture's prefix; None: any value.
@@ -297,7 +298,6 @@ def _config(file: GgufFile) -> dict[str, Any]:
         "intermediate_size": data.integer(f"{prefix}feed_forward_length", minimum=1),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": data.integer(f"{prefix}attention.head_count_kv", heads, minimum=1),
         "head_dim": head_dim,
         family.activation.name: family.activation.default,
         family.eps.name: data.number(f"{prefix}attention.{norm}_epsilon"),
@@ -305,6 +305,10 @@ def _config(file: GgufFile) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "use_cache": True,
     }
+    if family.conv_size is None:
+        config["num_key_value_heads"] = data.integer(f"{prefix}attention.head_count_kv", heads, minimum=1)
+    else:
+        config |= _convolutions(data, prefix, family.conv_size, layers)
     for key, part in (
         (family.qkv_bias, "attn_q" if len(family.names.qkv) == 3 else "attn_qkv"),
         (family.o_bias, "attn_output"),
@@ -338,6 +342,24 @@ def _config(file: GgufFile) -> dict[str, Any]:
     _refuse_unread(data, prefix, traits)
     ModelConfig.from_hf(config, data.where)  # refuses invalid values, naming the file
     return config
+
+
+def _convolutions(data: Metadata, prefix: str, size: Key, layers: int) -> dict[str, Any]:
+    """Return the settings of LFM2: layers without KV heads have a short convolution."""
+    key = f"{prefix}attention.head_count_kv"
+    counts = data.numbers(key, "iu", layers)
+    kv_heads = sorted(set(counts or ()) - {0})
+    if counts is None or len(kv_heads) != 1 or kv_heads[0] < 0:
+        raise CheckpointError(
+            f"{data.where}: `{key}` must hold 0 or one number of KV heads for every layer, found {shown(counts)}. "
+            f"Convert the model again."
+        )
+    return {
+        "num_key_value_heads": kv_heads[0],
+        "layer_types": ["full_attention" if count else "conv" for count in counts],
+        size.name: data.integer(f"{prefix}shortconv.l_cache", minimum=2),
+        "block_auto_adjust_ff_dim": False,  # the file has the adjusted width
+    }
 
 
 def _windows(

@@ -1,8 +1,9 @@
 """Read the tensors of a GGUF file by the names and in the order of a Hugging Face checkpoint.
 
-Apart from the names four things differ. Files of ``llama`` and some other architectures hold the rows of queries and
+Apart from the names five things differ. Files of ``llama`` and some other architectures hold the rows of queries and
 keys in another order: RoPE's pairs, i and i + dim / 2 of a head, are adjacent. Norms that multiply by 1 + w hold 1 + w.
-A layer's experts are one tensor. Tied embeddings have no ``output.weight``, as in a checkpoint.
+A layer's experts are one tensor, and a convolution is a matrix. Tied embeddings have no ``output.weight``, as in a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ _IN_LAYERS = {
     "attn_output": "out",
     "ffn_down": "down",
 }
-_LAYER_NAME = re.compile(r"blk\.(\d{1,6})\.(\w+)(?:\.(\d{1,6}))?\.(weight|bias)")
+_CONVOLUTION = {f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")}
+_LAYER_NAME = re.compile(r"blk\.(\d{1,6})\.((?:shortconv\.)?\w+)(?:\.(\d{1,6}))?\.(weight|bias)")
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class _TensorPlace:
     expert: int | None
     heads: int = 0  # number of heads if the rows are queries or keys with adjacent RoPE pairs; 0 if they are in order
     offset: float = 0.0  # the file's numbers minus the checkpoint's
-    is_row: bool = False  # a vector that is a matrix of one row in a checkpoint
+    new_axis: int | None = None  # a dimension of one that the tensor has in a checkpoint
 
 
 def _find_places(file: GgufFile) -> dict[str, _TensorPlace]:
@@ -89,6 +91,12 @@ def _find_places(file: GgufFile) -> dict[str, _TensorPlace]:
     traits, family, prefix = ARCHITECTURES[architecture], FAMILIES[get_model_type(file)], f"{architecture}.attention."
     parts = _layer_names(family)
     parts |= {part: parts[usual] for part, usual in traits.renamed.items()}
+    outside = _OUTSIDE_LAYERS
+    if family.conv_size is not None:
+        outside, parts = (
+            {**outside, "token_embd_norm.weight": f"{family.names.final_norm}.weight"},
+            parts | _CONVOLUTION,
+        )
     heads: dict[str, int] = {}
     if traits.has_pairs:
         heads["attn_q"] = file.metadata.integer(f"{prefix}head_count", minimum=1)
@@ -97,7 +105,7 @@ def _find_places(file: GgufFile) -> dict[str, _TensorPlace]:
     for tensor, info in file.tensors.items():
         if tensor in _NOT_WEIGHTS:
             continue
-        name, is_stacked = _checkpoint_name(tensor, parts)
+        name, is_stacked = _checkpoint_name(tensor, parts, outside)
         if is_stacked and (len(info.shape) != 3 or info.shape[0] > _MAX_EXPERTS):
             raise CheckpointError(
                 f"{file.path}: {tensor} must hold at most {_MAX_EXPERTS} matrices, one for each expert, found shape "
@@ -105,14 +113,18 @@ def _find_places(file: GgufFile) -> dict[str, _TensorPlace]:
             )
         num_heads = next((count for part, count in heads.items() if f".{part}." in tensor), 0)
         offset = family.norm_offset if tensor.endswith("norm.weight") else 0.0
-        is_row = ".ffn_gate_inp_shexp." in tensor and len(info.shape) == 1
+        new_axis = None
+        if ".ffn_gate_inp_shexp." in tensor and len(info.shape) == 1:
+            new_axis = 0
+        elif ".shortconv.conv." in tensor:
+            new_axis = 1
         for expert in range(info.shape[0]) if is_stacked else (None,):
             full_name = name if expert is None else name.replace("*", str(expert))
             if full_name in places:
                 raise CheckpointError(
                     f"{file.path}: {places[full_name].tensor} and {tensor} are both {full_name}. Convert it again."
                 )
-            places[full_name] = _TensorPlace(tensor, expert, num_heads, offset, is_row)
+            places[full_name] = _TensorPlace(tensor, expert, num_heads, offset, new_axis)
     return places
 
 
@@ -134,11 +146,11 @@ def _layer_names(family: Family) -> dict[str, str]:
     return parts
 
 
-def _checkpoint_name(tensor: str, parts: dict[str, str]) -> tuple[str, bool]:
+def _checkpoint_name(tensor: str, parts: dict[str, str], outside: dict[str, str]) -> tuple[str, bool]:
     """Return the checkpoint's name, and if the tensor holds all experts: the name then has ``*`` for their number."""
     match = _LAYER_NAME.fullmatch(tensor)
     if match is None:
-        return _OUTSIDE_LAYERS.get(tensor, tensor), False
+        return outside.get(tensor, tensor), False
     layer, part, number, suffix = match.groups()
     name = parts.get(part if number is None else f"{part}_exps")
     if name is None or (number is not None and part.endswith("_exps")):
@@ -184,7 +196,8 @@ class GgufWeights(Weights):
 
     def shape(self, name: str) -> tuple[int, ...]:
         place, info = self._find(name)
-        return info.shape[1:] if place.expert is not None else (1, *info.shape) if place.is_row else info.shape
+        shape = info.shape if place.expert is None else info.shape[1:]
+        return shape if place.new_axis is None else (*shape[: place.new_axis], 1, *shape[place.new_axis :])
 
     def get(self, name: str, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
         """Read a tensor onto the CPU, blocks expanded: to float32 if no dtype is given."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from draftwing.formats.card import read_stored
 from draftwing.lm import LM
 from draftwing.loading import load_drafter
-from draftwing.methods.base import Budget
+from draftwing.methods.base import Budget, Drafter
+from draftwing.models.context import FeatureSpec
 from draftwing.sampling import Sampling
 from draftwing.stats import Stats
 from draftwing.text.prompts import Prompt, as_put, shipped_prompts, shipped_questions
@@ -32,6 +33,15 @@ class FitTrial:
 
 
 @dataclass(frozen=True)
+class TapTrial:
+    """The head's acceptance if it reads other hidden states."""
+
+    taps: tuple[int, ...]
+    alpha: tuple[float, ...]
+    tau: float
+
+
+@dataclass(frozen=True)
 class Fit:
     tau: float
     alpha: tuple[float, ...]
@@ -43,6 +53,8 @@ class Fit:
     # tokens gains, independent of the target
     chance: float
     lookup_tau: float  # tau of prompt lookup on the same prompts
+    taps: tuple[int, ...] = ()  # hidden states that it reads
+    other: TapTrial | None = None  # with the taps of the other convention
 
 
 def trial_of(
@@ -69,15 +81,31 @@ def trial_of(
     return FitTrial(texts, f"{source}, for lack of prompts stored with the head")
 
 
-def measure_fit(lm: LM, trial: FitTrial, max_tokens: int = 48) -> Fit:
+def measure_fit(lm: LM, trial: FitTrial, max_tokens: int = 48, other_taps: tuple[int, ...] | None = None) -> Fit:
     """Decode greedily with chains, one prompt at a time, and judge by the first drafted token.
 
     A head does not fit if its first tokens are accepted no more often than shuffled ones would be. It is weak if it
     drafts less than prompt lookup on the same prompts, even if its first tokens are often right.
+
+    Args:
+        other_taps: further hidden states to try, see ``formats.doctor.other_taps``.
     """
     lookup = LM(lm.target, lm.tokenizer, load_drafter("lookup", lm.target, lm.tokenizer))
     lookup_tau = _decode(lookup, trial.prompts, max_tokens)[0].tau
-    return judge(*_decode(lm, trial.prompts, max_tokens), lookup_tau, trial.source)
+    fit, other = judge(*_decode(lm, trial.prompts, max_tokens), lookup_tau, trial.source), None
+    if other_taps is not None:
+        stats = _decode(LM(lm.target, lm.tokenizer, _reading(lm.new_drafter, other_taps)), trial.prompts, max_tokens)[0]
+        other = TapTrial(other_taps, tuple(stats.alpha), stats.tau)
+    return replace(fit, taps=lm.drafter.features.taps, other=other)
+
+
+def _reading(new_drafter: Callable[[], Drafter], taps: tuple[int, ...]) -> Callable[[], Drafter]:
+    def new() -> Drafter:
+        drafter = new_drafter()
+        drafter.features = FeatureSpec(taps)
+        return drafter
+
+    return new
 
 
 def judge(stats: Stats, drafted: Sequence[int], emitted: Sequence[int], lookup_tau: float, tried_on: str) -> Fit:

@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -41,8 +41,8 @@ from draftwing.formats.settings import FORMAT
 from draftwing.formats.write import write_folder
 from draftwing.methods.base import Budget, Drafter, ListTree, no_probs, swap_remove
 from draftwing.methods.calibration import Calibration
-from draftwing.methods.ensemble import unite
-from draftwing.methods.lookup import SuffixAutomaton, to_draft_tree
+from draftwing.methods.ensemble import Union, unite
+from draftwing.methods.lookup import SuffixAutomaton
 from draftwing.methods.method import NetMethod, NewDrafter, NewNet, Source
 from draftwing.methods.net import DraftNet, TargetId, layer_names
 from draftwing.methods.net_drafter import NetDrafter
@@ -63,7 +63,7 @@ from draftwing.models.lean import (
     rotary_of,
 )
 from draftwing.models.linear import Embedding, Layout, Linear
-from draftwing.models.paged import outside_pages
+from draftwing.models.paged import SlotsExhausted, other_rows
 from draftwing.models.target import Target
 from draftwing.models.weights import WeightFiles, Weights
 from draftwing.noise import KeyedNoise
@@ -78,7 +78,7 @@ from draftwing.runtime.tree_builder import (
     together,
 )
 from draftwing.sampling import PENALTIES, Sampling, SamplingBatch
-from draftwing.text.tokenizer import Tokenizer
+from draftwing.text.tokenizer import Tokenizer, num_common
 from draftwing.text.translate import DraftText, Pieces, Translation
 from draftwing.torch_utils import inference
 from draftwing.tree import PAD, Accepted, DraftTree
@@ -216,6 +216,7 @@ class TranslatedRow:
     parents: list[int] = field(default_factory=list)
     places: list[int] = field(default_factory=list)  # as in ``Drafted``
     num_levels: int = 0  # that were run: deeper nodes have no slots
+    has_slots: bool = True  # False: not drafted for any more, because other rows need the memory
 
     def follow(self) -> list[int]:
         """Count the slots that hold the row's present ids; returns the places of those of the draft."""
@@ -238,14 +239,15 @@ class TranslatingDrafter(CausalLMDrafter):
 
     The model reads the row's text in its own tokens. Its trees grow as those of other models do, and their paths are
     encoded by the target's tokenizer in the context of the last words. No q over the target's vocabulary exists, so
-    the classic acceptance rules cannot be used. Its slots are not the target's: they lie outside of ``kv_memory``.
+    the classic acceptance rules cannot be used. Its rows have other lengths than the target's: with ``kv_memory`` they
+    have as many pages, and if these do not suffice, the longest row is not drafted for any more.
     """
 
     is_one_request = grows_by_rule = resumes = has_probs = False
     tokenizer = "another: drafts are encoded again by the target's"
 
     def __init__(self, model: Any, target_vocab_size: int, translation: Translation) -> None:
-        with outside_pages():
+        with other_rows(model.max_length):
             super().__init__(model, model.vocab_size)
         self.name = f"causal-lm ({model.name}, another tokenizer)"
         self._translation, self._rows, self._target_vocab_size = translation, list[TranslatedRow](), target_vocab_size
@@ -261,10 +263,13 @@ class TranslatingDrafter(CausalLMDrafter):
         row = TranslatedRow(text, len(text.ids))
         if self._space(row) > 0:
             row.num_read = max(len(text.ids) - 1, 0)
-        ids = self._readable(text.ids[: row.num_read])
-        self.runner.prefill(len(self._rows), ids, prompt_length=row.prompt_length)
-        text.settle()
+        ids, place = self._readable(text.ids[: row.num_read]), len(self._rows)
         self._rows.append(row)
+        try:
+            self.runner.prefill(place, ids, prompt_length=row.prompt_length)
+        except SlotsExhausted:
+            self._drop_slots(place)
+        text.settle()
 
     @inference
     def remove(self, ctx: Context, row: int) -> None:
@@ -274,7 +279,13 @@ class TranslatingDrafter(CausalLMDrafter):
     def _space(self, row: TranslatedRow) -> int:
         """Return how deep a tree this model's context allows for a row; 0 if its text cannot be continued."""
         space: int = self.model.max_length - len(row.text.ids) - 2
-        return max(space, 0) if row.text.ids and row.text.is_complete else 0
+        return max(space, 0) if row.text.ids and row.text.is_complete and row.has_slots else 0
+
+    def _drop_slots(self, place: int) -> None:
+        """Free the slots of a row, and do not draft for it any more."""
+        row = self._rows[place]
+        row.has_slots, row.num_read, row.num_levels = False, 0, 0
+        self.runner.cache.table.empty(place)
 
     def _read_rows(self, ctx: Context) -> None:
         """Read what the target has written, and keep the slots of the draft's tokens in it."""
@@ -299,12 +310,13 @@ class TranslatingDrafter(CausalLMDrafter):
         if not any(spaces):
             return None
         fits = [space > 0 for space in spaces]
-        # A row that is not drafted for reads its last token alone, in place of nothing.
-        starts = [
-            row.num_read if fit else max(len(row.text.ids) - 1, 0) for row, fit in zip(self._rows, fits, strict=True)
+        # A row that is not drafted for reads any token, in place of nothing.
+        starts = [row.num_read for row in self._rows]
+        unread = [
+            self._readable(row.text.ids[row.num_read :]) if fit else [0]
+            for row, fit in zip(self._rows, fits, strict=True)
         ]
-        unread = [self._readable(row.text.ids[start:]) or [0] for row, start in zip(self._rows, starts, strict=True)]
-        roots = [max(len(row.text.ids) - 1, 0) for row in self._rows]
+        roots = [start + len(ids) - 1 for start, ids in zip(starts, unread, strict=True)]
         return DraftRequest(
             ctx, fits, self._sampling_of(sampling), budget, self._calibration, unread, starts, roots, wants_places=True
         ).within(min(space for space in spaces if space > 0))
@@ -324,61 +336,52 @@ class TranslatingDrafter(CausalLMDrafter):
     @inference
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         """Grow trees of the model's tokens, and encode their paths by the target's tokenizer."""
-        request = self.request(ctx, sampling, budget)
-        if request is None:
+        while (request := self.request(ctx, sampling, budget)) is not None:
+            try:
+                drafted = self.draft(request)
+                break
+            except SlotsExhausted:
+                self._drop_slots(max(range(len(self._rows)), key=lambda place: self._rows[place].num_read))
+        else:
             return ctx.roots()
-        drafted = self.draft(request)
-        tree, rows = drafted.tree, list[ListTree]()
+        tree, unions = drafted.tree, list[Union]()
         places = None if drafted.places is None else drafted.places.tolist()
         node_probs = None if tree.node_probs is None else tree.node_probs.tolist()
         path_probs = None if tree.confidence is None else tree.confidence.tolist()
         pairs = zip(ctx.rows, self._rows, request.active, tree.tokens.tolist(), tree.parents.tolist(), strict=True)
         for number, (row, state, is_active, tokens, parents) in enumerate(pairs):
-            if not is_active:
-                rows.append(ListTree(row.tokens[-1:]))
-                continue
-            state.num_read, state.tokens, state.parents = len(state.text.ids), tokens, parents
-            state.places = [*range(len(tokens))] if places is None else places[number]
-            state.num_levels = drafted.num_levels
-            reached = [1.0] * len(tokens)
-            for node in range(1, len(tokens)):
-                above = max(parents[node], 0)
-                if node_probs is not None:
-                    reached[node] = reached[above] * node_probs[number][node]
-                else:
-                    reached[node] = reached[above] * UNKNOWN_PROB if path_probs is None else path_probs[number][node]
-            rows.append(self._translated(row, state, reached, budget))
-        return replace(to_draft_tree(rows, ctx.device), num_draft_forwards=tree.num_draft_forwards)
+            paths = [ListTree(row.tokens[-1:])]
+            if is_active:
+                state.num_read, state.tokens, state.parents = len(state.text.ids), tokens, parents
+                state.places = [*range(len(tokens))] if places is None else places[number]
+                state.num_levels = drafted.num_levels
+                reached = [1.0] * len(tokens)
+                for node in range(1, len(tokens)):
+                    if node_probs is None and path_probs is not None:
+                        reached[node] = path_probs[number][node]
+                    else:
+                        prob = UNKNOWN_PROB if node_probs is None else node_probs[number][node]
+                        reached[node] = reached[parents[node]] * prob
+                paths += self._translated(row, state, reached, budget.depth)
+            unions.append(unite(paths))
+            unions[-1].weigh(lambda union, node: max(union.given_probs[node].values()))
+        num_forwards = tree.max_depth if tree.num_draft_forwards is None else tree.num_draft_forwards
+        return together(unions, [union.within(budget) for union in unions], ctx.device, float(num_forwards))
 
-    def _translated(self, row: Row, state: TranslatedRow, reached: Sequence[float], budget: Budget) -> ListTree:
-        """Return a row's draft in the target's tokens; a node is as likely as the draft tokens that it needs."""
+    def _translated(self, row: Row, state: TranslatedRow, reached: Sequence[float], depth: int) -> Iterator[ListTree]:
+        """Yield a row's paths in the target's tokens; a node is as likely as the draft tokens that it needs."""
         before, inner = self._translation.tail(row.tokens), set(state.parents)
-        leaves = [node for node, token in enumerate(state.tokens) if node and token != PAD and node not in inner]
-        tokens, parents, chances, depths = row.tokens[-1:], [-1], [1.0], [0]
-        children: dict[tuple[int, int], int] = {}
-        for leaf in leaves:
+        for leaf, token in enumerate(state.tokens):
+            if not leaf or token == PAD or leaf in inner:
+                continue
             nodes = [leaf]
             while nodes[0]:
                 nodes.insert(0, state.parents[nodes[0]])
             path, counts = self._translation.to_target(before, [state.tokens[node] for node in nodes[1:]])
-            above = 0
-            for token, count in zip(path[: budget.depth], counts, strict=False):
-                if token >= self._target_vocab_size:
-                    break
-                child = children.setdefault((above, token), len(tokens))
-                if child == len(tokens):
-                    tokens, parents = [*tokens, token], [*parents, above]
-                    chances, depths = [*chances, 0.0], [*depths, depths[above] + 1]
-                chances[child], above = max(chances[child], reached[nodes[count]]), child
-        # The likeliest nodes, which are connected: none is likelier than its parent, which comes first.
-        kept = sorted(sorted(range(len(tokens)), key=lambda node: -chances[node])[: 1 + budget.max_nodes])
-        place = {node: i for i, node in enumerate(kept)}
-        return ListTree(
-            [tokens[node] for node in kept],
-            [-1, *(place[parents[node]] for node in kept[1:])],
-            [1.0, *(chances[node] / max(chances[parents[node]], 1e-9) for node in kept[1:])],
-            max(depths[node] for node in kept),
-        )
+            path = [*takewhile(lambda token: token < self._target_vocab_size, path[:depth])]
+            chances = [1.0, *(reached[nodes[count]] for count in counts[: len(path)])]
+            probs = [chance / max(above, 1e-9) for above, chance in pairwise(chances)]
+            yield ListTree([row.tokens[-1], *path], [*range(-1, len(path))], [1.0, *probs])
 
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
         """Do nothing: the next request compares the draft with what the target wrote."""
@@ -400,9 +403,7 @@ class StagedRow:
 
     def num_kept(self, row: Row) -> int:
         """Return the number of slots that still hold the row's tokens."""
-        pairs = zip(self.run, row.tokens[self.start :], strict=False)
-        kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        return self.start + kept
+        return self.start + num_common(self.run, row.tokens[self.start :])
 
 
 @dataclass

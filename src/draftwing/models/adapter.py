@@ -44,7 +44,8 @@ CACHES = ("cache", "past_key_values", "cache_params", "state")
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _CHAIN_LAYER_TYPES = (*_LAYER_TYPES, "chunked_attention")
-_CACHE_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")  # which hold nothing but keys and values
+# Which hold nothing but keys and values, or nothing: then a layer reads those of another.
+_CACHE_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
 _GROWING_LAYERS = ("DynamicLayer", "LinearAttentionAndFullAttentionLayer")  # which keep the keys of every token
 _WINDOW_LAYERS = ("DynamicSlidingWindowLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
 _NARROW_WINDOW, _NUM_SIBLINGS = 3, 24
@@ -101,7 +102,13 @@ class AdapterTarget(Target):
             )
         self.vocab_size = head.weight.shape[0]
         self.dtype, self.device = head.weight.dtype, head.weight.device
-        self.hidden_size, self.num_layers = config.hidden_size, config.num_hidden_layers
+        try:
+            self.hidden_size, self.num_layers = config.hidden_size, config.num_hidden_layers
+        except AttributeError as error:  # several networks, as in BLT
+            raise UnsupportedError(
+                f"{self.name}: its config describes no stack of layers ({error}): choose another model, or use "
+                f"transformers' own generate"
+            ) from error
         self.max_length = length_rope.context_length(config) - _num_reserved_positions(model)
         eos = getattr(config, "eos_token_id", None)
         self.eos_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
@@ -115,7 +122,7 @@ class AdapterTarget(Target):
         self._rope = length_rope.LengthRope(model)
         self._cache_name, cache = self._native_cache()
         self._rereads = self._drops_cache()
-        self._runs_paths = self.runs_nodes_alone = False
+        self.runs_paths = self.runs_nodes_alone = False
         self.reason = self._choose(cache)
         if self.reason is not None:
             warnings.warn(
@@ -246,7 +253,7 @@ class AdapterTarget(Target):
         length, state = row.length, ctx.caches[index]
         if self._rereads and length in self._rope.switches:
             state = ctx.caches[index] = self._read(row, length + 1, features)[0]
-        if self._runs_paths:
+        if self.runs_paths:
             return self._forward_paths(row, state, tree, index, features)
         if self._crops:
             _crop(state.cache, length)  # also the entries of a step that failed
@@ -337,7 +344,7 @@ class AdapterTarget(Target):
     def commit(self, ctx: Context, tree: DraftTree, accepted: Accepted) -> None:
         """See ``Target.commit``. Each cache ends with the whole tree: keep the path."""
         ctx = own_context(ctx, AdapterContext)
-        if tree.num_nodes == 1 or self._runs_paths:  # the next step crops
+        if tree.num_nodes == 1 or self.runs_paths:  # the next step crops
             return
         for row, (length, path) in enumerate(zip(ctx.lengths, accepted.path.tolist(), strict=True)):
             nodes = [node for node in path if node != PAD]
@@ -451,10 +458,10 @@ class AdapterTarget(Target):
                 reason = "its cached keys cannot be rolled back"
             if reason is None:
                 return None
-            self._runs_paths, self._has_two_caches = True, hasattr(cache, "self_attention_cache")
+            self.runs_paths, self._has_two_caches = True, hasattr(cache, "self_attention_cache")
             if self._can_crop(cache) and any(self._runs_paths_exactly() for self._positioned in (True, False)):
                 return None
-            self._runs_paths = self._has_two_caches = self._crops = self.supports_trees = False
+            self.runs_paths = self._has_two_caches = self._crops = self.supports_trees = False
             errors = dict[bool, float]()
             for self._positioned in (True, False):
                 errors[self._positioned] = self._decoding_error()

@@ -13,6 +13,9 @@ from pathlib import Path
 
 from draftwing.errors import CheckpointError
 from draftwing.shipped import shipped_folder, shipped_heads
+from draftwing.storage import exists, read_json
+
+ADAPTER_CONFIG = "adapter_config.json"  # peft's settings
 
 
 @dataclass(frozen=True)
@@ -101,13 +104,25 @@ def default_model() -> str:
     return os.environ.get("DRAFTWING_MODEL") or _SMOLLM2.name
 
 
+def is_adapter(folder: Path) -> bool:
+    """Return True if a folder holds a LoRA adapter and no model."""
+    return (folder / ADAPTER_CONFIG).exists() and not (folder / "config.json").exists()
+
+
 def entry_of(model: str | Path | None) -> Entry | None:
     """Return the entry that ``load`` would use for ``model``; None for a folder, a file or a Hub id.
 
     None is the default model. A local file or folder takes precedence over an entry of the same name, and a ``Path`` is
-    never a name.
+    never a name. The folder of a LoRA adapter has the entry of its base model.
     """
     model = default_model() if model is None else model
+    if exists(model) and is_adapter(folder := Path(model).expanduser()):
+        try:
+            base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+        except (OSError, ValueError, AttributeError):  # loading it will explain
+            return None
+        is_name = isinstance(base, str) and not exists(base) and not exists(folder / base)
+        return CATALOGUE.get(base) if is_name else None
     if not isinstance(model, str) or model not in CATALOGUE or Path(model).exists():
         return None
     return CATALOGUE[model]

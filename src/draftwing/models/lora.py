@@ -26,10 +26,11 @@ from torch import Tensor
 
 from draftwing.cpu.layout import format_of
 from draftwing.errors import CheckpointError, UnsupportedError, shown
+from draftwing.models.catalogue import ADAPTER_CONFIG
 from draftwing.models.weights import Stored, Weights
 from draftwing.storage import check_regular, read_json
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 _HEAD, _EMBEDDING = "lm_head", "model.embed_tokens"
 _KEY = re.compile(
     r"base_model\.model\.(?P<module>.+?)\.(?:base_layer\.|modules_to_save\.)?"
@@ -44,21 +45,16 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of ``i
 _FIX = "merge it with peft's merge_and_unload, and load the result"
 
 
-def is_adapter(folder: Path) -> bool:
-    """Return True if a folder holds an adapter and no model."""
-    return (folder / CONFIG).exists() and not (folder / "config.json").exists()
-
-
 def read_adapter_config(folder: Path) -> dict[str, Any]:
     """Read an adapter's settings. Raises CheckpointError if there are none, UnsupportedError for other adapters."""
-    file = folder / CONFIG
+    file = folder / ADAPTER_CONFIG
     try:
         check_regular(file)
         config = read_json(file)
     except FileNotFoundError:
         raise CheckpointError(
-            f"{folder}: expected a LoRA adapter with {CONFIG}, found none. Give a folder that peft's save_pretrained "
-            f"wrote."
+            f"{folder}: expected a LoRA adapter with {ADAPTER_CONFIG}, found none. Give a folder that peft's "
+            f"save_pretrained wrote."
         ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: not readable as JSON ({error}). Download it again.") from error
@@ -241,5 +237,7 @@ def _setting(config: Mapping[str, Any], patterns: str, module: str, default: str
 
 def _positive(value: Any, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CheckpointError(f"{CONFIG}: {name} must be an integer of at least 1, found {shown(value)}. Correct it.")
+        raise CheckpointError(
+            f"{ADAPTER_CONFIG}: {name} must be an integer of at least 1, found {shown(value)}. Correct it."
+        )
     return value

@@ -1,7 +1,8 @@
 """KV slots in pages within a stated amount of memory, as in PagedAttention (2309.06180).
 
 Slot i of row b lies in page ``rows[b][i // PAGE]`` of every cache of a decoder: the target's and the drafter's. So one
-table is enough, rows join and leave without copies, and rows with a common prefix share pages. The first page belongs
+table is enough, rows join and leave without copies, and rows with a common prefix share pages. Only drafters with
+another tokenizer have a table of their own, with as many pages. The first page belongs
 to no row and stays zero: attention reads it past the pages of a row. Rows that only fill a recording's bucket write to
 the last page.
 
@@ -74,6 +75,7 @@ class PageTable:
         uses: the number of holders of each page.
         caches: all caches that lie in these pages.
         num_pages: pages that rows may hold.
+        is_apart: see ``apart``; its only cache moves the rows.
         prefixes: known pages by the tokens they hold.
     """
 
@@ -84,6 +86,9 @@ class PageTable:
         self.rows: list[list[int]] = []
         self.caches: list[PagedCache] = []
         self._unclaimed: list[PagedCache] = []
+        self._apart: list[PageTable] = []
+        self._num_apart = 0  # the first ones, which are in use
+        self.is_apart = False
         self.num_pages = 0
         self.uses: list[int] = []
         self._free: list[int] = []  # empty pages
@@ -117,19 +122,34 @@ class PageTable:
         cache.allocate(self.num_pages + SPARE if self.num_pages else 0)
         return cache
 
+    def apart(self, num_slots: int) -> PageTable:
+        """Return a table of other rows, with as many pages in the same memory; after ``restart``, an old one."""
+        if self._num_apart == len(self._apart):
+            table = PageTable(len(self.array), num_slots)
+            table.is_apart, table.num_pages = True, self.num_pages
+            table.restart()
+            self._apart.append(table)
+        self._num_apart += 1
+        return self._apart[self._num_apart - 1]
+
     @property
     def num_page_bytes(self) -> int:
         """Bytes of one page in all caches together."""
-        return sum(cache.num_page_bytes for cache in self.caches)
+        num_bytes = sum(cache.num_page_bytes for cache in self.caches)
+        return num_bytes + sum(table.num_page_bytes for table in self._apart)
 
     def allocate(self, num_bytes: int, least_pages: int = 2) -> None:
         """Allocate ``num_bytes`` for all caches; the shortest request needs ``least_pages``."""
         check_memory(num_bytes, self.num_page_bytes, least_pages, self.caches[0].data.device)
-        self.num_pages = num_bytes // self.num_page_bytes - SPARE
-        for cache in self.caches:
-            cache.allocate(self.num_pages + SPARE)
+        num_pages = num_bytes // self.num_page_bytes - SPARE
+        for table in (self, *self._apart):
+            table.num_pages = num_pages
+            for cache in table.caches:
+                cache.allocate(num_pages + SPARE)
         self.restart()
-        self._unclaimed = []
+        for table in (self, *self._apart):
+            table._unclaimed = []
+        self._num_apart = len(self._apart)
 
     def restart(self) -> None:
         """Drop all rows and pages; caches that are made next reuse the memory of the present ones."""
@@ -142,6 +162,9 @@ class PageTable:
             cache.leads = False
         self.array[:] = 0
         self._is_changed = True
+        self._num_apart = 0
+        for table in self._apart:
+            table.restart()
 
     # --- rows ------------------------------------------------------------------------------------------------------
 
@@ -218,6 +241,7 @@ class PageTable:
     def remove(self, row: int, last: int) -> None:
         """Release a row's pages; row ``last`` takes its place."""
         del self.rows[last + 1 :]  # an interrupt may have left a row there
+        self.rows += ([] for _ in range(last + 1 - len(self.rows)))  # rows that never held a page
         released, moved = self.rows[row], self.rows.pop()
         self.array[len(self.rows)] = 0
         if row < len(self.rows):
@@ -226,6 +250,13 @@ class PageTable:
             self.array[row, : len(moved)] = moved
         self.release(released)
         self._is_changed = True
+
+    def empty(self, row: int) -> None:
+        """Release a row's pages; the row stays."""
+        if row < len(self.rows):
+            self.release(self.rows[row])
+            self.array[row] = 0
+            self._is_changed = True
 
     # --- shared and kept pages -------------------------------------------------------------------------------------
 
@@ -279,6 +310,8 @@ class PageTable:
         order = [*(page for page in self._kept if not self.uses[page]), *idle]  # the oldest first
         self._free = [page for page in idle if page not in self._is_known]
         self._kept = {page: None for page in order if page in self._is_known}
+        for table in self._apart:
+            table.recount()
 
     def check(self, others: Sequence[Sequence[int]] = ()) -> None:
         """Raise SlotsError if pages are lost or counted wrongly; ``others`` hold pages besides the rows."""
@@ -297,6 +330,8 @@ class PageTable:
         for row, pages in enumerate(self.rows):
             if self.array[row, : len(pages)].tolist() != pages:
                 raise SlotsError(f"row {row} reads other pages than it holds: this is a bug of Draftwing")
+        for table in self._apart:
+            table.check()
 
     # --- the table on a device -------------------------------------------------------------------------------------
 
@@ -372,7 +407,7 @@ class PagedCache(KVCache):
 
         The target's cache does this for all caches; its rows are removed after the drafter's.
         """
-        if self.leads:
+        if self.leads or self.table.is_apart:
             self.table.remove(target, source)
 
     def place(self, rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -397,9 +432,10 @@ def new_cache(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dt
 
 
 @contextmanager
-def outside_pages() -> Iterator[None]:
-    """While this context is open, KV caches are made outside of any pages: their slots are not the target's."""
-    token = _table.set(None)
+def other_rows(num_slots: int) -> Iterator[None]:
+    """While this context is open, KV caches have rows of other lengths than the target's, of up to ``num_slots``."""
+    table = _table.get()
+    token = _table.set(None if table is None else table.apart(num_slots))
     try:
         yield
     finally:

@@ -456,10 +456,7 @@ class TextStream:
         self._ragged = ""
 
     def _num_shown(self, text: str) -> int:
-        if not self._ragged:
-            return self._shown
-        pairs = zip(self._ragged, text, strict=False)
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return num_common(self._ragged, text) if self._ragged else self._shown
 
     def _decode_next(self, token: int) -> str:
         """Add ``token`` to the window and return the text that has become certain."""
@@ -501,6 +498,12 @@ class TextStream:
         cut = len(held) - max((_overlap(held, stop) for stop in self._stop), default=0)
         self._held = held[cut:]
         return held[:cut]
+
+
+def num_common(first: Sequence[object], second: Sequence[object]) -> int:
+    """Return the number of items at the start of two sequences that are equal."""
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _overlap(text: str, stop: str) -> int:

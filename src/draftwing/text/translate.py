@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate, takewhile
 
-from draftwing.text.tokenizer import Tokenizer
+from draftwing.text.tokenizer import Tokenizer, num_common
 
 WINDOW = 8  # tokens before new text that are encoded again with it: more than the parts of nearly all words
 SAME_SHARE = 0.99  # common tokens, as a share of both vocabularies, from which they are matched one to one
@@ -292,9 +292,7 @@ class DraftText:
         if rest:
             self.ids += rest
             self._ends += range(stop + 1, stop + len(rest) + 1)
-        pairs = zip(old, self.ids[first:], strict=False)
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        self.num_stable = min(self.num_stable, first + same)
+        self.num_stable = min(self.num_stable, first + num_common(old, self.ids[first:]))
 
     def _num_kept(self) -> int:
         """Return how many tokens after ``_start`` stay: the next one begins a word, if possible, or a character."""
