@@ -21,7 +21,7 @@ from typing import Any
 
 from vllm_handover import ROOT, ask_vllm, env_python
 
-LAYERS = (2, 4, 5, 8)  # of the toy's eight: EAGLE-3's taps, and the last one's output
+LAYERS = (2, 4, 5, 8)  # EAGLE-3's taps in the toy, and the output of its last layer
 CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector"
 
 

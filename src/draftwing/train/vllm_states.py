@@ -45,7 +45,7 @@ class Imported:
     num_rows: int  # in the whole cache, with those that it had
     num_kept: int  # files whose rows the cache had before
     skipped: tuple[tuple[str, str], ...]  # ``(file, why)`` of files that were left out
-    num_missing: int  # of the dialogues, those that no file has
+    num_missing: int  # dialogues that no file has
     # Share of the new rows' loss tokens that the LM head predicts from the states before them. High if the target
     # wrote them greedily; near 0 if layers or weights are not those that vLLM ran. None without new rows.
     agreement: float | None
