@@ -127,8 +127,8 @@ def work() -> None:
         json.dump(found, answer)
 
 
-def ask_vllm(env: Path, job: dict[str, Any]) -> dict[str, Any]:
-    """One job in a fresh process: vLLM's counters start at zero, and nothing of it stays behind."""
+def ask_vllm(env: Path, job: dict[str, Any], script: Path = Path(__file__)) -> dict[str, Any]:
+    """One job for a script's worker in a fresh process: vLLM's counters start at zero, and nothing stays behind."""
     settings = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # or it starts two more processes, each of which imports PyTorch again
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or it pins itself to the first core, even if that is busy
@@ -137,7 +137,7 @@ def ask_vllm(env: Path, job: dict[str, Any]) -> dict[str, Any]:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    command = [str(env_python(env)), str(Path(__file__).resolve()), "--worker"]
+    command = [str(env_python(env)), str(script.resolve()), "--worker"]
     with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
         # A new session, so that everything it started can be ended with it.
         worker = subprocess.Popen(
@@ -157,7 +157,7 @@ def ask_vllm(env: Path, job: dict[str, Any]) -> dict[str, Any]:
         if worker.returncode or not answer:
             log.seek(0)
             told = [line[:500] for line in log.read().splitlines()[-8:]]  # its errors list every name it knows
-            sys.exit("\n".join([*told, f"vLLM cannot serve {job['draft']} as {job['method']}"]))
+            sys.exit("\n".join([*told, f"vLLM failed on {job.get('draft', script.stem)}"]))
     return dict(json.loads(answer))
 
 

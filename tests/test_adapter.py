@@ -1,6 +1,7 @@
 """Models of transformers as a target: trees, features and commits, and models that do not support trees."""
 
 import gc
+import inspect
 import sys
 import warnings
 from dataclasses import replace
@@ -354,13 +355,15 @@ def test_the_states_of_a_tree_grow_with_its_depth():
 def keep_state_outside(model):
     """Let a model hand out a cache that holds no state, as if its modules kept it."""
     real, caches = model.forward, {}
+    name = "cache" if "cache" in inspect.signature(real).parameters else "cache_params"  # before transformers 5.24
 
     def forward(**options):
-        handle = options.pop("cache", None)
-        output = real(**options, **({} if handle is None else {"cache": caches[handle]}))
-        if output.cache is not None:
+        handle = options.pop(name, None)
+        output = real(**options, **({} if handle is None else {name: caches[handle]}))
+        if (cache := getattr(output, name)) is not None:
             handle = handle or str(len(caches))
-            caches[handle], output.cache = output.cache, handle
+            caches[handle] = cache
+            setattr(output, name, handle)
         return output
 
     model.forward = forward

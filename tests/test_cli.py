@@ -611,6 +611,7 @@ def test_an_interrupt_is_quiet(target):
 
 
 def test_a_long_run_in_a_pipe_tells_how_far_it_is(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a notebook
     monkeypatch.setattr(progress, "EVERY", 0.05)
     with progress.progress("answering") as on_progress:
         time.sleep(0.2)

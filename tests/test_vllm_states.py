@@ -116,7 +116,7 @@ def test_a_head_learns_the_same_from_vllm_as_from_here(toy, data, corpus, states
 
 def test_the_rows_are_those_of_our_own_target(toy, corpus, states, ends, tmp_path):
     done = read(states, tmp_path / "cache", ends, dialogues=corpus.examples)
-    assert (done.num_rows, done.num_kept, done.skipped) == (len(QUESTIONS), 0, ())
+    assert (done.num_rows, done.num_kept, done.skipped, done.num_missing) == (len(QUESTIONS), 0, (), 0)
     target = load_target(toy, dtype="float32", device="cpu", prepack=False)
     cache = FeatureCache(tmp_path / "cache")
     cache.check(target, target_id(target))
@@ -149,6 +149,7 @@ def test_rows_that_begin_or_continue_a_dialogue(toy, corpus, ends, tmp_path):
     done = read(Engine(toy).write(tmp_path / "in", rows), tmp_path / "out", ends, dialogues=corpus.examples)
     found = {row.ids.tobytes(): row.mask for row in FeatureCache(tmp_path / "out").corpus.examples}
     assert len(found) == done.num_rows == 2
+    assert done.num_missing == len(corpus.examples) - 3
     assert np.array_equal(found[first.ids[:-1].tobytes()], first.mask[:-1])
     longer = np.asarray(rows[1], dtype=np.int32)
     assert np.array_equal(found[longer.tobytes()], [*second.mask, False, False])

@@ -376,6 +376,12 @@ def import_states(
             f"are not those that vLLM ran"
         )
     _report_skipped(done.skipped, "files were left out")
+    if done.num_missing:
+        screen.line(
+            f"{done.num_missing} of {len(dialogues or [])} dialogues have no file: their requests failed, or vLLM was "
+            f"stopped before it wrote them",
+            "yellow",
+        )
     screen.line(f"train on it: draftwing train {taps.method} ... --cache {out} --ends-only", "dim")
 
 

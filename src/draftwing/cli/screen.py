@@ -45,7 +45,12 @@ def printable(text: str) -> str:
 
 
 def new_console(*, stderr: bool = False) -> Console:
-    """Return a console on the present ``sys.stdout`` or ``sys.stderr``."""
+    """Return a console on the present ``sys.stdout`` or ``sys.stderr``.
+
+    FORCE_COLOR, which Jupyter sets, must not draw bars over each other in a pipe: it colours stdout only.
+    """
+    if stderr and (sys.stderr is None or not sys.stderr.isatty()):
+        return Console(stderr=True, highlight=False, force_terminal=False, width=FILE_WIDTH)
     console = Console(stderr=stderr, highlight=False)
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=FILE_WIDTH)
 

@@ -45,6 +45,7 @@ class Imported:
     num_rows: int  # in the whole cache, with those that it had
     num_kept: int  # files whose rows the cache had before
     skipped: tuple[tuple[str, str], ...]  # ``(file, why)`` of files that were left out
+    num_missing: int  # dialogues that no file has
     # Share of the new rows' loss tokens that the LM head predicts from the states before them. High if the target
     # wrote them greedily; near 0 if layers or weights are not those that vLLM ran. None without new rows.
     agreement: float | None
@@ -136,8 +137,9 @@ def import_states(
             f"the dialogues that vLLM read (--data), or none, and every token counts"
         )
     return Imported(
-        cache.size, cache.num_rows, num_kept, tuple(skipped), num_right / num_counted if num_counted else None
-    )
+        cache.size, cache.num_rows, num_kept, tuple(skipped), 0 if masks is None else len(masks.missing),
+        num_right / num_counted if num_counted else None,
+    )  # fmt: skip
 
 
 def _read(path: Path, num_layers: int, target: LeanTarget) -> tuple[np.ndarray, Any]:
@@ -206,18 +208,21 @@ class _Masks:
     def __init__(self, dialogues: Sequence[Example]) -> None:
         if not dialogues:
             raise DataError("--data has no dialogue with an answer: leave it out, and every token counts")
-        self._sorted = sorted(((_key(example.ids), example.mask) for example in dialogues), key=lambda pair: pair[0])
+        self._sorted = sorted({_key(example.ids): example.mask for example in dialogues}.items())
+        self.missing = {key for key, _ in self._sorted}  # dialogues that were not found yet
 
     def find(self, tokens: np.ndarray) -> np.ndarray | None:
         """(T,) ids -> (T,) bool: the mask of a dialogue that begins with them, or that they continue; None if none."""
         key = _key(tokens)
         place = bisect_left(self._sorted, key, key=lambda pair: pair[0])
         if place < len(self._sorted) and self._sorted[place][0].startswith(key):
-            return self._sorted[place][1][: len(tokens)]
-        if place and key.startswith(self._sorted[place - 1][0]):  # such as the prompt for another answer
-            mask = self._sorted[place - 1][1]
-            return np.pad(mask, (0, len(tokens) - len(mask)))
-        return None
+            dialogue, mask = self._sorted[place]
+        elif place and key.startswith(self._sorted[place - 1][0]):  # such as the prompt for another answer
+            dialogue, mask = self._sorted[place - 1]
+        else:
+            return None
+        self.missing.discard(dialogue)
+        return np.pad(mask, (0, max(0, len(tokens) - len(mask))))[: len(tokens)]
 
 
 def _key(ids: np.ndarray) -> bytes:
