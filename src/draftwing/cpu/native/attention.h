@@ -15,7 +15,7 @@ constexpr bool WIDE = true;  // enough registers for the sums of four vectors fo
 constexpr bool WIDE = false;
 #endif
 
-thread_local Scratch attention_queries, attention_scores, attention_path, attention_block, attention_depths;
+thread_local Scratch attention_queries, attention_scores, attention_path, attention_block, attention_page, attention_depths;
 
 // Keys of 16 slots are stored transposed, (dim, 16); values slot by slot, (dim).
 
@@ -282,18 +282,18 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
 
     // The scores of a node's ancestors, by depth, follow those of the committed slots.
     int* path = attention_path.get<int>(batch.tree_nodes);
-    const auto value_of = [&](int place) {  // of a place of scores; after the last one any
-        place = std::min(place, seen.count + upto - 1);
-        return values + at(place < seen.count ? seen.slot(place) : length + place - seen.count) * words;
+    const auto page_of = [&](int first) -> const float* {  // the values of a page of places
+        if (seen.slots == nullptr) return values + at(first) * words;
+        float* page = attention_page.get<float>(static_cast<size_t>(PAGE) * words);
+        for (int i = 0; i < PAGE; ++i) {
+            const int place = std::min(first + i, seen.count + upto - 1);
+            const int slot = place < seen.count ? seen.slots[place] : length + place - seen.count;
+            memcpy(page + i * words, values + at(slot) * words, words * sizeof(float));
+        }
+        return page;
     };
     std::optional<NarrowWeights> weights;
-    float* value_scales = nullptr;
-    if (is_narrow) {
-        const int start = seen.from(lowest) / size * size;
-        weights.emplace(num_queries, start, padded);
-        value_scales = attention_block.get<float>(padded);
-        for (int place = start; place < padded; ++place) value_scales[place] = value_of(place)[dim / 4];
-    }
+    if (is_narrow) weights.emplace(num_queries, dim, seen.from(lowest) / size * size, padded, page_of);
     for (int i = begin; i < end; ++i) {
         const int depth = depths[batch.first_node + i], last = length + depth;
         for (int d = depth, node = batch.first_node + i; d >= 0; --d, node = static_cast<int>(parents[node])) path[d] = node;
@@ -320,21 +320,12 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
                 own[seen.count + d] = 0.0f;
                 own[seen.count + path[d]] = weight;
             }
-            own[padded + 1] = weights->round(static_cast<int>(query), own, value_scales, first / 16 * 16);
+            own[padded + 1] = weights->round(static_cast<int>(query), own, first / 16 * 16);
         }
     }
-    if (is_narrow) {
-        const double* totals = weights->mix(dim, [&](int place) { return reinterpret_cast<const int8_t*>(value_of(place)); });
-        const int room = (dim + TILE - 1) / TILE * TILE;
-        for (int query = 0; query < num_queries; ++query) {
-            const size_t place = static_cast<size_t>(row) * nodes + begin + query / groups;
-            const float whole = scores[query * stride + padded], unit = scores[query * stride + padded + 1];
-            float* out = batch.buffers[op.target] + place * out_width + op.column + (kv_head * groups + query % groups) * dim;
-            for (int d = 0; d < dim; ++d) out[d] = static_cast<float>(totals[query * room + d]) * unit / whole;
-        }
-        return;
-    }
-    if (op.window == 0) {
+    if (is_narrow)
+        weights->mix(page_of, mixed);
+    else if (op.window == 0) {
         for (int from = 0, to; from < seen.count; from = to) {  // all queries use a block of values while it is in the cache
             to = seen.run(from);
             const float* some = values + at(seen.slot(from)) * dim;
@@ -350,6 +341,12 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
             const size_t query = static_cast<size_t>(i - begin) * groups + g;
             float* own = scores + query * stride;
             float* sums = mixed + query * dim;
+            float* out = batch.buffers[op.target] + place * out_width + op.column + (kv_head * groups + g) * dim;
+            const float whole = own[padded];
+            if (is_narrow) {
+                for (int part = 0; part < dim; part += 16) store(out + part, load(sums + part) * own[padded + 1] / whole);
+                continue;
+            }
             for (int from = op.window > 0 ? seen.from(low) : seen.count, to; from < seen.count; from = to) {
                 to = seen.run(from);
                 mix<1>(own + from, stride, values + at(seen.slot(from)) * dim, to - from, dim, sums);
@@ -359,8 +356,6 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
                 const v16 weight = spread(own[seen.count + d]);
                 for (int part = 0; part < dim; part += 16) store(sums + part, load(sums + part) + load(value + part) * weight);
             }
-            const float whole = own[padded];
-            float* out = batch.buffers[op.target] + place * out_width + op.column + (kv_head * groups + g) * dim;
             for (int part = 0; part < dim; part += 16) store(out + part, load(sums + part) / whole);
         }
     }

@@ -60,68 +60,87 @@ class NarrowQueries {
     float* factors_;
 };
 
+// Puts the bytes of four slots next to each other.
+inline void interleave(const int8_t* slots, int stride, int count, int8_t* __restrict out) {
+    for (int d = 0; d < count; ++d)
+        for (int i = 0; i < 4; ++i) out[4 * d + i] = slots[i * stride + d];
+}
+
 // Weights of queries in 16 bits, as rows of high and low bytes over places from `begin` to before `end`, multiples of 64.
+// `page_of` returns the values of 64 places.
 class NarrowWeights {
   public:
-    NarrowWeights(int count, int begin, int end)
-        : count_(count), begin_(begin), end_(end), stride_(row_bytes(static_cast<size_t>(end - begin) * ROW_WORDS)),
-          rows_(narrow_rows.get<uint8_t>(padded_rows(2 * count) * stride_)) {}
+    template <typename F>
+    NarrowWeights(int count, int dim, int begin, int end, F page_of)
+        : count_(count), dim_(dim), begin_(begin), end_(end), stride_(row_bytes(static_cast<size_t>(end - begin) * ROW_WORDS)),
+          rows_(narrow_rows.get<uint8_t>(padded_rows(2 * count) * stride_)), scales_(narrow_factors.get<float>(end)) {
+        for (int place = begin; place < end; place += PAGE) {
+            const float* page = page_of(place) + dim / 4;
+            for (int i = 0; i < PAGE; ++i) scales_[place + i] = page[i * (dim / 4 + 1)];
+        }
+    }
 
-    // Rounds the products of a query's weights and `scales` from `first` on, a multiple of 16; returns the value of a level.
-    float round(int query, float* weights, const float* scales, int first) {
+    // Rounds the products of a query's weights and the values' scales from `first` on, a multiple of 16; returns the value of
+    // a level. Not inlined: in a large function, GCC runs out of registers.
+    __attribute__((noinline)) float round(int query, float* weights, int first) {
         v16 most{}, check{};
         for (int i = first; i < end_; i += 16) {
-            const v16 weight = load(weights + i), part = select(weight > v16{}, weight * load(scales + i), v16{});
+            const v16 weight = load(weights + i), part = select(weight > v16{}, weight * load(scales_ + i), v16{});
             store(weights + i, part);
             most = larger(part, most);
             check += part * 0.0f;
         }
         const float largest = largest_of(most);
         const float inverse = largest >= SMALLEST_WEIGHT ? MAX_WEIGHT_LEVEL / largest : 0.0f;
-        uint8_t* bytes = narrow_bytes.get<uint8_t>(2 * (end_ - begin_));
-        uint8_t* both[] = {bytes - begin_, bytes + (end_ - begin_) - begin_};
-        for (int half = 0; half < 2; ++half) {
-            memset(both[half] + begin_, 0, first - begin_);
-            for (int i = first; i < end_; i += 16) store_bytes(both[half] + i, nearest_whole(weights + i, inverse) >> (8 - 8 * half));
-            spread_fours(both[half] + begin_, end_ - begin_, reinterpret_cast<uint32_t*>(rows_ + (2 * query + half) * stride_));
+        const int num = end_ - begin_, skipped = first - begin_;
+        uint8_t *row = rows_ + 2 * query * stride_, *high = row, *low = row + stride_;
+        if constexpr (ROW_WORDS > 1) high = narrow_bytes.get<uint8_t>(2 * num), low = high + num;
+        memset(high, 0, skipped);
+        memset(low, 0, skipped);
+        for (int i = skipped; i < num; i += 16) {
+            const i16 level = nearest_whole(weights + begin_ + i, inverse);
+            store_bytes(high + i, level >> 8);
+            store_bytes(low + i, level);
+        }
+        if constexpr (ROW_WORDS > 1) {
+            spread_fours(high, num, reinterpret_cast<uint32_t*>(row));
+            spread_fours(low, num, reinterpret_cast<uint32_t*>(row + stride_));
         }
         return largest / MAX_WEIGHT_LEVEL + sum_of(check);
     }
 
-    // The sums of the rounded weights times values: exact, (count, dim rounded up to 64). `value_of` returns those of a place.
-    template <typename F> const double* mix(int dim, F value_of) const {
-        const int tiles = (dim + TILE - 1) / TILE, rows = padded_rows(2 * count_);
-        double* totals = narrow_totals.get<double>(static_cast<size_t>(count_) * tiles * TILE);
-        memset(totals, 0, sizeof(double) * count_ * tiles * TILE);
+    // The sums of the rounded weights times values: (count, dim), exact but for the last rounding to float32.
+    template <typename F> void mix(F page_of, float* out) const {
+        const int dim = dim_;
+        double* totals = narrow_totals.get<double>(static_cast<size_t>(count_) * dim);
+        memset(totals, 0, sizeof(double) * count_ * dim);
         int8_t* values = narrow_values.get<int8_t>(VALUES * TILE);
-        int32_t* sums = narrow_sums.get<int32_t>(static_cast<size_t>(rows) * TILE);
+        int32_t* sums = narrow_sums.get<int32_t>(static_cast<size_t>(padded_rows(2 * count_)) * TILE);
         for (int from = begin_; from < end_; from += VALUES) {
             const int num = std::min(VALUES, end_ - from);
-            for (int tile = 0; tile < tiles; ++tile) {
-                const int first = tile * TILE, width = std::min(TILE, dim - first);
-                for (int i = 0; i < num; i += 4) {
-                    const int8_t* four[4];
-                    for (int j = 0; j < 4; ++j) four[j] = value_of(from + i + j) + first;
-                    int8_t* to = values + i * TILE;
-                    for (int d = 0; d < width; ++d)
-                        for (int j = 0; j < 4; ++j) to[4 * d + j] = four[j][d];
+            for (int first = 0; first < dim; first += TILE) {
+                const int width = std::min(TILE, dim - first);
+                for (int i = 0; i < num; i += PAGE) {
+                    const int8_t* page = reinterpret_cast<const int8_t*>(page_of(from + i)) + first;
+                    for (int j = 0; j < PAGE; j += 4) interleave(page + j * (dim + 4), dim + 4, width, values + (i + j) * TILE);
                 }
                 byte_sums(rows_ + static_cast<size_t>(from - begin_) * ROW_WORDS, stride_, values, num, 2 * count_,
                           reinterpret_cast<i16(*)[PARTS]>(sums));
                 for (int q = 0; q < count_; ++q) {
                     const int32_t *high = sums + 2 * q * TILE, *low = high + TILE;
-                    double* total = totals + (static_cast<size_t>(q) * tiles + tile) * TILE;
-                    for (int d = 0; d < TILE; ++d) total[d] += high[d] * 256.0 + low[d];
+                    double* total = totals + static_cast<size_t>(q) * dim + first;
+                    for (int d = 0; d < width; ++d) total[d] += high[d] * 256.0 + low[d];
                 }
             }
         }
-        return totals;
+        for (int i = 0; i < count_ * dim; ++i) out[i] = static_cast<float>(totals[i]);
     }
 
   private:
-    int count_, begin_, end_;
+    int count_, dim_, begin_, end_;
     size_t stride_;
     uint8_t* rows_;
+    float* scales_;
 };
 
 }  // namespace
