@@ -364,7 +364,8 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
 // A short convolution of a row's nodes along their paths, over the channels that the slots of one KV head hold: `num_in`
 // channels of b * x, half of a head's in its keys, half in its values. The source's columns are b, gates of the result, x.
 void convolve(const Op& op, const Batch& batch, int row, int kv_head) {
-    const int dim = slot_words(batch, op.head_dim), channels = op.num_in, first = 2 * dim * kv_head, count = std::min(2 * dim, channels - first);
+    const int dim = slot_words(batch, op.head_dim), channels = op.num_in, first = 2 * dim * kv_head;
+    const int count = std::min(2 * dim, channels - first);
     if (count <= 0) return;
     const int width = batch.widths[op.source], out_width = batch.widths[op.target];
     const int length = static_cast<int>(batch.lengths[row]);
