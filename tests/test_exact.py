@@ -70,7 +70,7 @@ PROMPTS = ((9,), (4, *range(3, 23)), (3, 8, 12, 5, 8, 12))
 KERNEL = {
     "head_dim": 32,
     "sliding_window": 7,
-}  # a mistral that the CPU kernel runs; -half: weights in bfloat16, -bfloat16: products too, -int8: weights and KV slots
+}  # a mistral that the CPU kernel runs; -half: weights in bfloat16, -bfloat16: products too, -int8: weights and slots
 CAN_RUN = {
     **dict.fromkeys(("kernel", "kernel-half", "kernel-bfloat16"), get_kernel()),
     "kernel-int8": get_kernel(),

@@ -37,7 +37,10 @@ def test_a_slot_is_rounded_to_half_a_level(folder_of):
     keys = keys.reshape(heads, count // 16, 64, 16).transpose(2, 3).reshape(heads, count, 64)
     words = ours[0, :, :count].reshape(heads, count // 64, 17, 64).transpose(2, 3).reshape(heads, count, 17)
     for wide, narrow in ((keys, words), (values, ours[1, :, :count])):
-        levels, scale = narrow[..., :16].contiguous().view(torch.int8), narrow[..., 16:].contiguous().view(torch.float32)
+        levels, scale = (
+            narrow[..., :16].contiguous().view(torch.int8),
+            narrow[..., 16:].contiguous().view(torch.float32),
+        )
         assert torch.allclose(scale[..., 0], wide.abs().amax(-1) / 127)
         assert ((levels * scale - wide).abs() <= 0.5001 * scale).all()
 
@@ -54,7 +57,9 @@ def test_a_slot_is_rounded_to_half_a_level(folder_of):
     ],
 )
 def test_logits_are_close_to_float32(family, changes, folder_of):
-    wide, narrow = (target.forward(context(target, PROMPT), TREE).logits for target in both(folder_of(family, **changes)))
+    wide, narrow = (
+        target.forward(context(target, PROMPT), TREE).logits for target in both(folder_of(family, **changes))
+    )
     assert 0 < (narrow - wide).norm() < 0.025 * wide.norm()
 
 

@@ -146,14 +146,15 @@ def test_other_instructions_give_the_same_bits(folder_of):
         "linear = Linear(weight); linear.pack(rounds=True)\n"
         "print([(linear(x[:rows]).double() * torch.arange(130)).sum().item() for rows in (1, 2, 3, 33)])\n"
         "from draftwing.models.lean import LeanTarget; from draftwing.tree import DraftTree\n"
-        f"target = LeanTarget.from_folder(__import__('pathlib').Path({str(folder_of('llama', head_dim=96))!r}), kv_dtype='int8')\n"
+        "from pathlib import Path; import sys\n"
+        "target = LeanTarget.from_folder(Path(sys.argv[1]), kv_dtype='int8')\n"
         "ctx = target.new_context(); target.prefill(ctx, [3 + i * 7 % 50 for i in range(150)])\n"
         "print(target.forward(ctx, DraftTree.chain(torch.arange(3, 15)[None])).logits.tolist())"
     )
-    outputs = []
+    outputs, folder = [], str(folder_of("llama", head_dim=96))
     for arch in ("native", "x86-64-v3"):
         environment = {**os.environ, "DRAFTWING_KERNEL_ARCH": arch}
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-c", code, folder], env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         outputs.append(done.stdout)
     assert outputs[0] == outputs[1]

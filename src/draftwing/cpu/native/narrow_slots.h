@@ -14,7 +14,7 @@ constexpr int VALUES = 1024;  // slots whose values are multiplied at a time: th
 constexpr float MAX_WEIGHT_LEVEL = 65535.0f;
 constexpr float SMALLEST_WEIGHT = 0x1p-110f;  // of a query's largest: MAX_WEIGHT_LEVEL / it is a number
 
-thread_local Scratch narrow_rows, narrow_factors, narrow_sums, narrow_values, narrow_bytes, narrow_totals;
+thread_local Scratch narrow_rows, narrow_factors, attention_sums, narrow_values, narrow_bytes, narrow_totals;
 
 void write_narrow(const float* key, const float* value, int dim, float* key_slot, float* value_slot) {
     int8_t levels[1024];
@@ -43,7 +43,7 @@ class NarrowQueries {
 
     // The scores of the 64 slots of a page.
     void score(const float* page, float* scores, size_t stride) const {
-        i16(*sums)[PARTS] = reinterpret_cast<i16(*)[PARTS]>(narrow_sums.get<int32_t>(padded_rows(count_ + 1) * TILE));
+        i16(*sums)[PARTS] = reinterpret_cast<i16(*)[PARTS]>(attention_sums.get<int32_t>(padded_rows(count_ + 1) * TILE));
         byte_sums(rows_, stride_, reinterpret_cast<const int8_t*>(page), dim_, count_ + 1, sums);
         for (int part = 0; part < PARTS; ++part) {
             const v16 scale = load(page + dim_ / 4 * PAGE + 16 * part);
@@ -115,7 +115,7 @@ class NarrowWeights {
         double* totals = narrow_totals.get<double>(static_cast<size_t>(count_) * dim);
         memset(totals, 0, sizeof(double) * count_ * dim);
         int8_t* values = narrow_values.get<int8_t>(VALUES * TILE);
-        int32_t* sums = narrow_sums.get<int32_t>(static_cast<size_t>(padded_rows(2 * count_)) * TILE);
+        int32_t* sums = attention_sums.get<int32_t>(static_cast<size_t>(padded_rows(2 * count_)) * TILE);
         for (int from = begin_; from < end_; from += VALUES) {
             const int num = std::min(VALUES, end_ - from);
             for (int first = 0; first < dim; first += TILE) {
