@@ -70,7 +70,7 @@ PROMPTS = ((9,), (4, *range(3, 23)), (3, 8, 12, 5, 8, 12))
 KERNEL = {
     "head_dim": 32,
     "sliding_window": 7,
-}  # a mistral that the CPU kernel runs; -half: weights in bfloat16, -bfloat16: products too
+}  # a mistral that the CPU kernel runs; -half: weights in bfloat16, -bfloat16: products too, -int8: weights and slots
 CAN_RUN = {
     **dict.fromkeys(("kernel", "kernel-half", "kernel-bfloat16"), get_kernel()),
     "kernel-int8": get_kernel(),
@@ -490,7 +490,9 @@ class Lab:
         if self.is_fused:
             ours, changes = "mistral-window", KERNEL
         self.dtype = torch.float32 if self.is_fused else torch.float64
-        load = {"dtype": self.dtype, "quantize": "int8" if family == "kernel-int8" else None}
+        load = {"dtype": self.dtype}
+        if family == "kernel-int8":
+            load |= {"quantize": "int8", "kv_dtype": "int8"}
         if family == "kernel-bfloat16":
             load["dtype"] = torch.bfloat16
         stored = torch.bfloat16 if family == "kernel-half" else torch.float64

@@ -19,7 +19,7 @@ from draftwing.sampling import Sampling
 from test_exact import DRAFTERS, FUSED
 
 VOCAB = SMALL["vocab_size"]
-FAMILIES = tuple(name for name in ("llama", "kernel") if name == "llama" or name in FUSED)
+FAMILIES = tuple(name for name in ("llama", "kernel", "kernel-int8") if name == "llama" or name in FUSED)
 NAMES = ("none", "lookup-tree", "eagle1-rule", "eagle3-dynamic", "lm-tree")
 
 
@@ -73,7 +73,7 @@ def test_turns_go_on_from_the_slots_of_the_last(name, family, temperature, lab):
         fresh, nothing = decoded(engine_of(here, name), history, temperature)
         assert nothing == 0
         assert request.token_ids == fresh.token_ids
-        if family == "kernel":  # to the bit
+        if family in FUSED:  # to the bit
             assert request.logprobs == fresh.logprobs
         assert shape_of(request) == shape_of(fresh)  # a head's slots are those that it would have written itself
         # A head reads the tokens of the last step only with its next draft, which never came.

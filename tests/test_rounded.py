@@ -138,18 +138,23 @@ def test_numbers_that_are_not_finite_stay_so(tiles):
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs AVX-512")
-def test_other_instructions_give_the_same_bits():
-    """AVX2, as a processor without AVX-512 computes them."""
+def test_other_instructions_give_the_same_bits(folder_of):
+    """AVX2, as a processor without AVX-512 computes them: products, and attention over keys and values in 8 bits."""
     code = (
         "import torch; from draftwing.models.linear import Linear; torch.manual_seed(0)\n"
         "weight, x = torch.randn(130, 203), torch.randn(33, 203)\n"
         "linear = Linear(weight); linear.pack(rounds=True)\n"
-        "print([(linear(x[:rows]).double() * torch.arange(130)).sum().item() for rows in (1, 2, 3, 33)])"
+        "print([(linear(x[:rows]).double() * torch.arange(130)).sum().item() for rows in (1, 2, 3, 33)])\n"
+        "from draftwing.models.lean import LeanTarget; from draftwing.tree import DraftTree\n"
+        "from pathlib import Path; import sys\n"
+        "target = LeanTarget.from_folder(Path(sys.argv[1]), kv_dtype='int8')\n"
+        "ctx = target.new_context(); target.prefill(ctx, [3 + i * 7 % 50 for i in range(150)])\n"
+        "print(target.forward(ctx, DraftTree.chain(torch.arange(3, 15)[None])).logits.tolist())"
     )
-    outputs = []
+    outputs, folder = [], str(folder_of("llama", head_dim=96))
     for arch in ("native", "x86-64-v3"):
         environment = {**os.environ, "DRAFTWING_KERNEL_ARCH": arch}
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-c", code, folder], env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         outputs.append(done.stdout)
     assert outputs[0] == outputs[1]

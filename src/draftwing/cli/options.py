@@ -229,6 +229,11 @@ class Model:
     arithmetic: str | None = option(
         None, "Products with a GGUF file's blocks: int8, or float32 (slower). [default: int8]", expert=True
     )
+    kv_dtype: str | None = option(
+        None,
+        "int8: keys and values in 8 bits on CPUs, a quarter of the memory. The output is this cache's.",
+        expert=True,
+    )
     lora: str | None = option(None, "LoRA adapter to merge into the target: a folder that peft wrote, or a hub id.")
     device: str | None = option(None, "cpu or cuda. [default: cuda if available]")
     engine: str = option("auto", "lean, transformers, or auto: lean if it supports the model.", expert=True)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 NUM_BUFFERS = 16
+KEYS, PAGE = 16, 64  # slots whose keys are stored together: of numbers, and of bytes
+NARROW_SLOTS = torch.int32  # dtype of slots that hold bytes and their scales, as words
 
 
 class Op(ctypes.Structure):
@@ -38,7 +40,7 @@ class BatchStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("rows", "nodes", "first_node", "tree_nodes")),
-        *((name, ctypes.c_int32) for name in ("rotary_half", "rotation_by_row")),
+        *((name, ctypes.c_int32) for name in ("rotary_half", "rotation_by_row", "key_block")),
         *((name, ctypes.c_void_p) for name in ("tokens", "parents", "lengths", "rotation", "cache")),
         *((name, ctypes.c_int64) for name in ("layer_stride", "value_stride", "row_stride", "head_stride")),
         ("pages", ctypes.c_void_p),
@@ -53,7 +55,7 @@ class BatchStruct(ctypes.Structure):
 
     def set_cache(self, data: Tensor, table: Any = None) -> None:
         """Read and write the KV slots ``data`` (L, 2, B, K, S, D); ``table`` lists their pages, if there are any."""
-        strides = data.stride()
+        strides, self.key_block = data.stride(), PAGE if data.dtype == NARROW_SLOTS else KEYS
         self.cache = data.data_ptr()
         self.layer_stride, self.value_stride, self.row_stride, self.head_stride = strides[:4]
         if table is not None:
@@ -105,7 +107,7 @@ class AcceptStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("noise", "seeds", "starts", "filters", "found")),
-        *((name, ctypes.c_int32) for name in ("logits", "out", "layers", "kv_heads", "dim")),
+        *((name, ctypes.c_int32) for name in ("logits", "out", "layers", "kv_heads", "words")),
     ]
 
 

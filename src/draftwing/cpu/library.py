@@ -171,15 +171,15 @@ class Kernel:
         """Move the kept nodes of every row, (B, D) padded with PAD, to the slots after ``lengths`` (B,).
 
         Args:
-            data: (L, 2, B, K, S, D) keys, transposed by 16 slots, and values.
+            data: (L, 2, B, K, S, D) keys, transposed by 16 slots (by 64 in 8 bits), and values.
             table: lists the pages of the slots, if there are any.
         """
         batch = BatchStruct(rows=path.shape[0])
-        layers, _, _, heads, _, dim = data.shape
+        layers, _, _, heads, _, words = data.shape
         batch.set_cache(data, table)
         lengths, path = lengths.contiguous(), path.contiguous()
         batch.lengths = lengths.data_ptr()
-        self._commit(ctypes.byref(batch), layers, heads, dim, path.data_ptr(), path.shape[1], path.shape[1])
+        self._commit(ctypes.byref(batch), layers, heads, words, path.data_ptr(), path.shape[1], path.shape[1])
 
 
 class _Loaded(NamedTuple):

@@ -383,7 +383,7 @@ class KernelRunner(Runner):
         result, built, shape = AcceptResult(accept, rows, nodes, self._numbers), self._built, self._shape
         args = result.args
         args.logits, args.out = built.logits, built.out
-        args.layers, args.kv_heads, args.dim = shape.num_layers, self.cache.data.shape[3], shape.head_dim
+        args.layers, (args.kv_heads, _, args.words) = shape.num_layers, self.cache.data.shape[3:]
         return result
 
 

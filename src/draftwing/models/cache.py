@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftwing.errors import ConfigError, UnsupportedError, shown
 from draftwing.models.recurrent import RecurrentStates
 from draftwing.torch_utils import clear, put
 from draftwing.tree import PAD
@@ -23,6 +24,17 @@ from draftwing.tree import PAD
 KEY_BLOCK = 64  # slots are allocated in multiples of this
 SPARE = 256  # slots beyond those requested: a sequence grows, and moving its slots takes as long as some steps
 _ALIGNMENT = 64  # bytes, as PyTorch aligns its own memory
+
+
+def check_kv_dtype(kv_dtype: str | None, runtime: str = "kernel") -> None:
+    """Raise ConfigError unless it is "int8" or None, and UnsupportedError if ``runtime`` cannot use it."""
+    if kv_dtype is not None and (not isinstance(kv_dtype, str) or kv_dtype != "int8"):
+        raise ConfigError(f"kv_dtype must be int8 or None, found {shown(kv_dtype)}")
+    if kv_dtype is not None and runtime != "kernel":
+        raise UnsupportedError(
+            f"kv_dtype={kv_dtype!r} runs in the CPU kernel alone, which is not available for this model, device or "
+            f"dtype (see draftwing info): choose device='cpu' and dtype='float32', or leave kv_dtype out"
+        )
 
 
 def round_up(number: int, block: int) -> int:

@@ -394,6 +394,7 @@ class ModelConfig:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float = 0.0  # see ``score_cap``
+    kv_dtype: str | None = None  # int8: keys and values in 8 bits, in the CPU kernel
 
     @property
     def family(self) -> Family:
@@ -408,7 +409,12 @@ class ModelConfig:
     def num_slot_heads(self) -> int:
         """KV heads of a slot, whose keys and values also hold the inputs of a convolution."""
         width = self.hidden_size if any(self.convolves) else 0
-        return max(self.num_kv_heads, -(-width // (2 * self.head_dim)))
+        return max(self.num_kv_heads, -(-width // (2 * self.slot_width)))
+
+    @property
+    def slot_width(self) -> int:
+        """Numbers in a head's keys of a slot, and in its values; in 8 bits, words of four bytes and a scale."""
+        return self.head_dim if self.kv_dtype is None else self.head_dim // 4 + 1
 
     @property
     def context_length(self) -> int:

@@ -27,7 +27,7 @@ from draftwing.formats.gguf_weights import open_weights
 from draftwing.methods.base import Budget, Drafter
 from draftwing.methods.net_drafter import NetDrafter
 from draftwing.models.attention import Attend, HeadTraits
-from draftwing.models.cache import KVCache
+from draftwing.models.cache import KVCache, check_kv_dtype
 from draftwing.models.config import ModelConfig, module_names, num_modules, read_config
 from draftwing.models.context import NO_FEATURES, Context, FeatureSpec, Row, TargetOutput, own_context
 from draftwing.models.families import ExpertTraits
@@ -477,7 +477,7 @@ class TappedNet:
             config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim, config.sliding_windows,
             config.vocab_size, out_width=config.hidden_size * len(self.taps),
             has_plain_heads=all(layer.traits.is_plain and layer.mixer is None for layer in self.layers),
-            num_slot_heads=config.num_slot_heads,
+            has_narrow_slots=config.kv_dtype is not None, num_slot_heads=config.num_slot_heads,
         )  # fmt: skip
 
     @property
@@ -589,6 +589,7 @@ class LeanTarget(Target):
         fast: bool = False,
         expand: bool = False,
         arithmetic: str | None = None,
+        kv_dtype: str | None = None,
         layers: bool = True,
         rows: Sequence[int] | None = None,
         lora: Path | None = None,
@@ -603,6 +604,7 @@ class LeanTarget(Target):
             fast: quantise if the CPU kernel is faster that way: for a draft model, whose distribution is not output.
             expand: convert weights to float32.
             arithmetic: "float32" or "int8" products with GGUF blocks; None is int8 if the CPU kernel runs them.
+            kv_dtype: "int8" keeps keys and values in 8 bits.
             layers: False loads only embedding, final norm and LM head (see ``Target.has_layers``).
             rows: renumber the tokens, for a draft model whose tokenizer has the target's tokens under other ids: for
                 each of the target's tokens the model's, or -1, which gets a logit of -inf.
@@ -612,12 +614,13 @@ class LeanTarget(Target):
         check_quantize(quantize, dtype, device)
         check_arithmetic(arithmetic)
         source, where = read_config(folder), str(folder / "config.json")
-        config = ModelConfig.from_hf(source, where)
+        config = replace(ModelConfig.from_hf(source, where), kv_dtype=kv_dtype)
         runtime, layout = runtime_for(
             dtype, device, config.head_dim, config.activation, is_dense=config.runs_dense, may_round=True,
             prepack=prepack, quantize=quantize, fast=fast,
         )  # fmt: skip
         check_quantize(quantize, dtype, device, layout.runs)
+        check_kv_dtype(kv_dtype, layout.runs)
         states = torch.float32 if layout.runs == "kernel" else dtype  # in the kernel only products are in bfloat16
         layout = replace(layout, expand=expand, arithmetic=arithmetic or "int8")
         files = open_weights(folder)

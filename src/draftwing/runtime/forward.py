@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftwing.cpu.layout import NARROW_SLOTS
 from draftwing.models.attention import CausalAttention, TreeSlots, attention_over
 from draftwing.models.cache import KEY_BLOCK, KVCache, View, round_up
 from draftwing.models.context import TargetOutput
@@ -49,6 +50,7 @@ class NetShape:
     is_shifted: bool = True  # True if an entry reads its token, False if it reads that of its parent
     is_sparse: bool = False  # True if its logits leave tokens out, which hold -inf
     has_plain_heads: bool = True  # see ``HeadTraits.is_plain``
+    has_narrow_slots: bool = False  # keys and values in 8 bits, by the CPU kernel (``native/narrow_slots.h``)
     num_slot_heads: int = 0  # KV heads of a slot, if more than ``num_kv_heads`` (``ModelConfig.num_slot_heads``)
     causal: Sequence[bool] = ()  # layers whose nodes see no later position; empty: none is marked (``SlotAttention``)
 
@@ -126,7 +128,8 @@ class Runner(ABC):
         self.net, self.device = net, net.device
         shape = net.shape
         heads = max(shape.num_slot_heads, shape.num_kv_heads)
-        self.cache = cache or new_cache(shape.num_layers, heads, shape.head_dim, net.dtype, self.device)
+        slot = (shape.head_dim // 4 + 1, NARROW_SLOTS) if shape.has_narrow_slots else (shape.head_dim, net.dtype)
+        self.cache = cache or new_cache(shape.num_layers, heads, *slot, self.device)
 
     @abstractmethod
     def forward(self, entries: Entries, *, want_logits: bool = True, last: Tensor | None = None) -> Outputs:

@@ -3,8 +3,9 @@
 #pragma once
 
 #include <algorithm>
+#include <optional>
 
-#include "products.h"
+#include "narrow_slots.h"
 
 namespace {
 
@@ -14,7 +15,7 @@ constexpr bool WIDE = true;  // enough registers for the sums of four vectors fo
 constexpr bool WIDE = false;
 #endif
 
-thread_local Scratch attention_queries, attention_scores, attention_path, attention_block, attention_depths;
+thread_local Scratch attention_queries, attention_scores, attention_path, attention_block, attention_page, attention_depths;
 
 // Keys of 16 slots are stored transposed, (dim, 16); values slot by slot, (dim).
 
@@ -153,30 +154,32 @@ inline void score(const float* queries, int count, int dim, const float* keys, f
     for (; q < count; ++q) score_blocks<1, B>(queries + q * dim, dim, keys, scores + q * stride, stride);
 }
 
-// Computes the scores of the slots from index `begin` on, followed by those of the tree's slots.
-void score_view(const Seen& seen, int begin, int length, int nodes, const float* queries, int count, int dim,
-                const float* keys, const Slots& at_slot, float* scores, size_t stride) {
-    float* some = attention_block.get<float>(static_cast<size_t>(count) * KEYS);
+// Computes the scores of the slots from index `begin` on, followed by those of the tree's slots. `score_block` computes those
+// of a block of `size` slots.
+template <typename F>
+void score_view(const Seen& seen, int begin, int length, int nodes, int count, int size, float* scores, size_t stride,
+                F score_block) {
+    float* some = attention_block.get<float>(static_cast<size_t>(count) * size);
     const auto take = [&](int slot, int num, int place) {  // `num` slots of one block
-        const int block = slot / KEYS * KEYS;
+        const int block = slot / size * size;
         const bool in_tree = place >= seen.count;
-        score(queries, count, dim, keys + at_slot(block) * dim, some, KEYS);
+        score_block(block, some, size);
         for (int q = 0; q < count; ++q)
             for (int i = 0; i < num; ++i)
-                scores[q * stride + place + i] = some[q * KEYS + (in_tree ? slot + i : seen.slots[place + i]) - block];
+                scores[q * stride + place + i] = some[q * size + (in_tree ? slot + i : seen.slots[place + i]) - block];
     };
     for (int at = begin; at < seen.count;) {
-        const int slot = seen.slots[at], next = slot / KEYS * KEYS + KEYS;
+        const int slot = seen.slots[at], next = slot / size * size + size;
         int end = at + 1;
         while (end < seen.count && seen.slots[end] < next) ++end;
-        if (end - at == KEYS)
-            score(queries, count, dim, keys + at_slot(slot) * dim, scores + at, stride);
+        if (end - at == size)
+            score_block(slot, scores + at, stride);
         else
             take(slot, end - at, at);
         at = end;
     }
     for (int node = 0; node < nodes;) {
-        const int slot = length + node, room = KEYS - slot % KEYS, num = room < nodes - node ? room : nodes - node;
+        const int slot = length + node, room = size - slot % size, num = room < nodes - node ? room : nodes - node;
         take(slot, num, seen.count + node);
         node += num;
     }
@@ -199,7 +202,7 @@ inline const float* rotation_of(const Batch& batch, int row, int i, const int32_
 // Writes the keys and values of a row's nodes into their slots, for one KV head.
 void write_slots(const Op& op, const Batch& batch, int row, int kv_head) {
     if (batch.watch != nullptr) return;
-    const int dim = op.head_dim, width = batch.widths[op.source];
+    const int dim = op.head_dim, words = slot_words(batch, dim), width = batch.widths[op.source];
     float* keys = batch.cache + op.layer * batch.layer_stride + row * batch.row_stride + kv_head * batch.head_stride;
     float* values = keys + batch.value_stride;
     const Slots at = slots_of(batch, row);
@@ -209,11 +212,15 @@ void write_slots(const Op& op, const Batch& batch, int row, int kv_head) {
     for (int i = 0; i < batch.nodes; ++i) {
         const int slot = static_cast<int>(batch.lengths[row]) + batch.first_node + i;
         const float* in = batch.buffers[op.source] + (static_cast<size_t>(row) * batch.nodes + i) * width;
-        const float* own = in + (op.num_heads + kv_head) * dim;
+        const float *own = in + (op.num_heads + kv_head) * dim, *own_value = own + op.num_kv_heads * dim;
         rotate(op, batch, own, op.k_norm, rotation_of(batch, row, i, depths), turned);
-        float* key = keys + at(slot / KEYS * KEYS) * dim + slot % KEYS;
+        float *key = key_of(batch, keys, at, slot, words), *value = values + at(slot) * words;
+        if (has_narrow_slots(batch)) {
+            write_narrow(turned, own_value, dim, key, value);
+            continue;
+        }
         for (int d = 0; d < dim; ++d) key[d * KEYS] = turned[d];
-        memcpy(values + at(slot) * dim, own + op.num_kv_heads * dim, dim * sizeof(float));
+        memcpy(value, own_value, dim * sizeof(float));
     }
 }
 
@@ -223,7 +230,9 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
     const int length = static_cast<int>(batch.lengths[row]);
     const Seen seen = seen_of(batch, row, op.layer, kv_head);
     const int upto = batch.first_node + end;  // ancestors precede a node
-    const int padded = (seen.count + upto + KEYS - 1) / KEYS * KEYS;
+    const bool is_narrow = has_narrow_slots(batch);
+    const int words = slot_words(batch, dim), size = batch.key_block;
+    const int padded = (seen.count + upto + size - 1) / size * size;
     const size_t stride = padded + 16;
     const int64_t* parents = batch.parents + static_cast<size_t>(row) * batch.tree_nodes;
     float* keys = batch.cache + op.layer * batch.layer_stride + row * batch.row_stride + kv_head * batch.head_stride;
@@ -249,8 +258,19 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
     }
 
     // With a window, slots that no query sees are not scored: positions increase with the queries' depths.
-    const int lowest = op.window > 0 && length >= op.window ? (length - op.window + 1) / KEYS * KEYS : 0;
-    if (seen.slots == nullptr)
+    const int lowest = op.window > 0 && length >= op.window ? (length - op.window + 1) / size * size : 0;
+    std::optional<NarrowQueries> narrow;
+    if (is_narrow) narrow.emplace(queries, num_queries, dim);
+    const auto score_block = [&](int block, float* to, size_t apart) {
+        const float* some = keys + at(block) * words;
+        if (is_narrow) narrow->score(some, to, apart);
+        else score(queries, num_queries, dim, some, to, apart);
+    };
+    if (seen.slots != nullptr)
+        score_view(seen, seen.from(lowest), length, upto, num_queries, size, scores, stride, score_block);
+    else if (is_narrow)
+        for (int block = lowest; block < padded; block += size) score_block(block, scores + block, stride);
+    else
         for (int block = lowest; block < padded;) {
             const float* some = keys + at(block) * dim;
             const int together = WIDE ? std::min(padded - block, PAGE - block % PAGE) / KEYS : 1;  // in one page
@@ -259,11 +279,21 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
             else score(queries, num_queries, dim, some, scores + block, stride);
             block += (together == 3 ? 2 : together) * KEYS;
         }
-    else
-        score_view(seen, seen.from(lowest), length, upto, queries, num_queries, dim, keys, at, scores, stride);
 
     // The scores of a node's ancestors, by depth, follow those of the committed slots.
     int* path = attention_path.get<int>(batch.tree_nodes);
+    const auto page_of = [&](int first) -> const float* {  // the values of a page of places
+        if (seen.slots == nullptr) return values + at(first) * words;
+        float* page = attention_page.get<float>(static_cast<size_t>(PAGE) * words);
+        for (int i = 0; i < PAGE; ++i) {
+            const int place = std::min(first + i, seen.count + upto - 1);
+            const int slot = place < seen.count ? seen.slots[place] : length + place - seen.count;
+            memcpy(page + i * words, values + at(slot) * words, words * sizeof(float));
+        }
+        return page;
+    };
+    std::optional<NarrowWeights> weights;
+    if (is_narrow) weights.emplace(num_queries, dim, seen.from(lowest) / size * size, padded, page_of);
     for (int i = begin; i < end; ++i) {
         const int depth = depths[batch.first_node + i], last = length + depth;
         for (int d = depth, node = batch.first_node + i; d >= 0; --d, node = static_cast<int>(parents[node])) path[d] = node;
@@ -279,12 +309,23 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
             float* out = mixed + query * dim;
             memset(out, 0, dim * sizeof(float));
             own[padded] = sum;  // stored after the scores until the values are summed
-            if (batch.watch == nullptr) continue;
-            float* watched = batch.watch + op.layer * batch.watch_layer + kv_head * batch.watch_head;
-            for (int place = first; place < seen.count; ++place) watched[seen.slot(place)] += own[place] / sum;
+            if (batch.watch != nullptr) {
+                float* watched = batch.watch + op.layer * batch.watch_layer + kv_head * batch.watch_head;
+                for (int place = first; place < seen.count; ++place) watched[seen.slot(place)] += own[place] / sum;
+            }
+            if (!is_narrow) continue;
+            std::fill(own + seen.count + depth + 1, own + padded, 0.0f);
+            for (int d = depth; d >= 0; --d) {  // back to their nodes' places
+                const float weight = own[seen.count + d];
+                own[seen.count + d] = 0.0f;
+                own[seen.count + path[d]] = weight;
+            }
+            own[padded + 1] = weights->round(static_cast<int>(query), own, first / 16 * 16);
         }
     }
-    if (op.window == 0) {
+    if (is_narrow)
+        weights->mix(page_of, mixed);
+    else if (op.window == 0) {
         for (int from = 0, to; from < seen.count; from = to) {  // all queries use a block of values while it is in the cache
             to = seen.run(from);
             const float* some = values + at(seen.slot(from)) * dim;
@@ -300,6 +341,12 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
             const size_t query = static_cast<size_t>(i - begin) * groups + g;
             float* own = scores + query * stride;
             float* sums = mixed + query * dim;
+            float* out = batch.buffers[op.target] + place * out_width + op.column + (kv_head * groups + g) * dim;
+            const float whole = own[padded];
+            if (is_narrow) {
+                for (int part = 0; part < dim; part += 16) store(out + part, load(sums + part) * own[padded + 1] / whole);
+                continue;
+            }
             for (int from = op.window > 0 ? seen.from(low) : seen.count, to; from < seen.count; from = to) {
                 to = seen.run(from);
                 mix<1>(own + from, stride, values + at(seen.slot(from)) * dim, to - from, dim, sums);
@@ -309,8 +356,6 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
                 const v16 weight = spread(own[seen.count + d]);
                 for (int part = 0; part < dim; part += 16) store(sums + part, load(sums + part) + load(value + part) * weight);
             }
-            const float whole = own[padded];
-            float* out = batch.buffers[op.target] + place * out_width + op.column + (kv_head * groups + g) * dim;
             for (int part = 0; part < dim; part += 16) store(out + part, load(sums + part) / whole);
         }
     }
@@ -319,7 +364,8 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
 // A short convolution of a row's nodes along their paths, over the channels that the slots of one KV head hold: `num_in`
 // channels of b * x, half of a head's in its keys, half in its values. The source's columns are b, gates of the result, x.
 void convolve(const Op& op, const Batch& batch, int row, int kv_head) {
-    const int dim = op.head_dim, channels = op.num_in, first = 2 * dim * kv_head, count = std::min(2 * dim, channels - first);
+    const int dim = slot_words(batch, op.head_dim), channels = op.num_in, first = 2 * dim * kv_head;
+    const int count = std::min(2 * dim, channels - first);
     if (count <= 0) return;
     const int width = batch.widths[op.source], out_width = batch.widths[op.target];
     const int length = static_cast<int>(batch.lengths[row]);
@@ -331,9 +377,8 @@ void convolve(const Op& op, const Batch& batch, int row, int kv_head) {
     for (int i = 0; i < batch.nodes && batch.watch == nullptr; ++i) {
         const float* in = batch.buffers[op.source] + (static_cast<size_t>(row) * batch.nodes + i) * width + first;
         const int slot = length + batch.first_node + i;
-        float* key = keys + at(slot / KEYS * KEYS) * dim + slot % KEYS;
-        float* value = values + at(slot) * dim;
-        for (int d = 0; d < in_keys; ++d) key[d * KEYS] = in[d] * in[2 * channels + d];
+        float *key = key_of(batch, keys, at, slot, dim), *value = values + at(slot) * dim;
+        for (int d = 0; d < in_keys; ++d) key[d * batch.key_block] = in[d] * in[2 * channels + d];
         for (int d = in_keys; d < count; ++d) value[d - dim] = in[d] * in[2 * channels + d];
     }
     float sums[2048];
@@ -344,9 +389,8 @@ void convolve(const Op& op, const Batch& batch, int row, int kv_head) {
         for (int tap = op.num_out - 1; tap >= 0 && length + node >= 0; --tap) {
             const int64_t slot = length + node;
             const float* weight = static_cast<const float*>(op.weight) + static_cast<size_t>(tap) * channels + first;
-            const float* key = keys + at(slot / KEYS * KEYS) * dim + slot % KEYS;
-            const float* value = values + at(slot) * dim;
-            for (int d = 0; d < in_keys; ++d) sums[d] = fused(key[d * KEYS], weight[d], sums[d]);
+            const float *key = key_of(batch, keys, at, slot, dim), *value = values + at(slot) * dim;
+            for (int d = 0; d < in_keys; ++d) sums[d] = fused(key[d * batch.key_block], weight[d], sums[d]);
             for (int d = in_keys; d < count; ++d) sums[d] = fused(value[d - dim], weight[d], sums[d]);
             node = node >= 0 ? parents[node] : node - 1;
         }

@@ -52,6 +52,7 @@ struct Op {
 struct Batch {
     int32_t rows, nodes, first_node, tree_nodes;  // nodes run per row, from first_node on, of tree_nodes
     int32_t rotary_half, rotation_by_row;
+    int32_t key_block;  // slots whose keys are stored transposed together: KEYS, or PAGE if slots are in 8 bits
     const int64_t* tokens;  // (rows * nodes)
     const int64_t* parents;  // (rows, tree_nodes)
     const int64_t* lengths;  // (rows) committed slots
@@ -69,7 +70,7 @@ struct Batch {
     int32_t widths[NUM_BUFFERS];
 };
 
-constexpr int PAGE = 64;  // slots per page: whole blocks of keys
+constexpr int PAGE = TILE;  // slots per page: whole blocks of keys
 
 // The slots of a row: index of each, counted from `keys` or `values` of its layer and KV head.
 struct Slots {
@@ -82,6 +83,15 @@ struct Slots {
 
 inline Slots slots_of(const Batch& batch, int row) {
     return {batch.pages == nullptr ? nullptr : batch.pages + row * batch.page_stride};
+}
+
+// Words of a slot's keys, and of its values: numbers, or (narrow_slots.h) bytes and their scale.
+inline bool has_narrow_slots(const Batch& batch) { return batch.key_block == PAGE; }
+inline int slot_words(const Batch& batch, int dim) { return has_narrow_slots(batch) ? dim / 4 + 1 : dim; }
+
+// The first word of a slot's keys; the others are `key_block` words apart.
+inline float* key_of(const Batch& batch, float* keys, const Slots& at, int64_t slot, int words) {
+    return keys + at(slot / batch.key_block * batch.key_block) * words + slot % batch.key_block;
 }
 }
 

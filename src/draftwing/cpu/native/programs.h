@@ -30,7 +30,7 @@ struct alignas(64) Step {
 };
 
 constexpr int SHARED_NUMBERS = 12288;  // in all rows: if fewer, each thread prepares them itself, which is faster than waiting
-constexpr int QUERIES = 24;  // per piece of attention, so that their scores stay in the L1 cache
+constexpr int QUERIES = 24;  // per piece of attention, so that their scores stay in the L2 cache
 
 // One run of a program. It holds copies, since a late helper may still look at it after everything is done.
 struct Run {
