@@ -126,7 +126,7 @@ def compare(args: argparse.Namespace, work_dir: Path) -> None:
     write_cache(work_dir / "own", target, Batches(corpus, num_tokens, 1024), taps, **own)
 
     options = TrainOptions(
-        "eagle3", iterations=args.updates, max_length=1024, tokens_per_batch=num_tokens, validation_share=0,
+        "eagle3", iterations=args.updates, max_length=1024, tokens_per_batch=1024 * len(corpus.examples), validation_share=0,
         precision="no", taps=taps,
     )  # fmt: skip
     sessions = [
