@@ -596,7 +596,7 @@ def test_near_the_best_fixed_chain_on_a_gpu(levels, rate, rows):
     """With a large model, and with a small one whose drafts are eight times as expensive in baseline steps."""
     costs = replace(TYPICAL_GPU, chain=Curve(tuple((n, levels * time) for n, time in TYPICAL_GPU.chain.knots)))
     shares = []
-    for seed in range(3):
+    for seed in range(3 if rows == 1 else 1):  # a batch of rows averages already
         planner = planner_for("match", Drafter(), torch.device("cuda"))
         world = World(planner, costs, rate, seed, rows)
         world.records = True
