@@ -57,13 +57,21 @@ template <typename V = v16> ALWAYS_INLINE V halves(const char* from) {
     return by_registers<V>([&](size_t at) __attribute__((always_inline)) { return register_of_halves(from + at / 2); });
 }
 
+ALWAYS_INLINE Words register_of_bytes(const char* from) {
+#if defined(__AVX512F__)  // GCC widens one byte after another otherwise
+    return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#elif defined(__AVX2__)
+    return (Words)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+#else
+    typedef uint8_t Quarter __attribute__((vector_size(REGISTER / 4)));
+    Quarter part;
+    memcpy(&part, from, sizeof(part));
+    return __builtin_convertvector(part, Words);
+#endif
+}
+
 template <typename W> ALWAYS_INLINE W bytes(const char* from) {
-    return by_registers<W>([&](size_t at) __attribute__((always_inline)) {
-        typedef uint8_t Quarter __attribute__((vector_size(REGISTER / 4)));
-        Quarter part;
-        memcpy(&part, from + at / 4, sizeof(part));
-        return __builtin_convertvector(part, Words);
-    });
+    return by_registers<W>([&](size_t at) __attribute__((always_inline)) { return register_of_bytes(from + at / 4); });
 }
 
 // The entry of a table of 16 bytes for each byte of `indices`, from 0 to 15.
