@@ -106,7 +106,8 @@ def read_blocks(part):
         levels = (low.reshape(high.shape) | high << 4).astype(np.int64) - 32
         factor = factor * blocks[..., 192:208].view(np.int8)
     elif part.format in ("IQ4_NL", "IQ4_XS", "MXFP4"):
-        nibbles = blocks[..., kind.words[0] :].reshape(*blocks.shape[:2], -1, 1, 16) >> np.array([[0], [4]], np.uint8) & 15
+        nibbles = blocks[..., kind.words[0] :].reshape(*blocks.shape[:2], -1, 1, 16)
+        nibbles = nibbles >> np.array([[0], [4]], np.uint8) & 15
         levels = np.array(getattr(gguf.quants, "MXFP4" if part.format == "MXFP4" else "IQ4_NL").kvalues)[nibbles]
         if part.format == "IQ4_XS":
             low = blocks[..., 4:8, None] >> np.array([0, 4], np.uint8) & 15

@@ -157,7 +157,8 @@ class WeightFormat:
         dtype: of plain numbers; None for blocks and levels.
         halves: byte offsets of a block's 16-bit numbers.
         words: first and last byte offset of a block's 32-bit words.
-        scale_bytes: first and last byte offset of its packed scales of 8 bits; of its exponent, if it has no ``halves``.
+        scale_bytes: first and last byte offset of its packed scales of 8 bits, or of its exponent if it has no
+            ``halves``.
     """
 
     name: str
@@ -183,7 +184,7 @@ class WeightFormat:
 
     @property
     def parts(self) -> list[tuple[int, int, int, int]]:
-        """Of a block: code, first byte, number and size of its words, 16-bit numbers and bytes, in a tile's order."""
+        """Code, first byte, number and size of a block's words, 16-bit numbers and bytes, in a tile's order."""
         halves, (first, last), (word, end) = self.halves, self.scale_bytes, self.words
         parts = [(self.code, word, (end - word) // 4, 4)]
         if halves:
