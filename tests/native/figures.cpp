@@ -181,7 +181,7 @@ void tell_attention() {
                     op.head_dim = dim, op.window = window, op.q_norm = op.k_norm = norm.data(), op.eps = 1e-6f;
                     Batch batch{};
                     batch.rows = ROWS, batch.nodes = batch.tree_nodes = NODES, batch.parents = parents, batch.lengths = lengths;
-                    batch.rotary_half = half, batch.rotation = rotation.data(), batch.cache = cache.data();
+                    batch.rotary_half = half, batch.key_block = KEYS, batch.rotation = rotation.data(), batch.cache = cache.data();
                     batch.value_stride = ROWS * 2 * SLOTS * dim, batch.head_stride = SLOTS * dim;
                     batch.row_stride = 2 * SLOTS * dim;
                     const int64_t viewed[ROWS] = {static_cast<int64_t>(view.size()), static_cast<int64_t>(view.size())};
@@ -268,7 +268,7 @@ void tell_drafts() {
         std::vector<float> cache(ROWS * 2 * SLOTS * DIM), buffers[4];
         Batch batch{};
         batch.rows = ROWS, batch.rotary_half = DIM / 2, batch.rotation = rotation.data(), batch.cache = cache.data();
-        batch.layer_stride = ROWS * 2 * SLOTS * DIM, batch.value_stride = SLOTS * DIM, batch.row_stride = 2 * SLOTS * DIM;
+        batch.key_block = KEYS, batch.layer_stride = ROWS * 2 * SLOTS * DIM, batch.value_stride = SLOTS * DIM, batch.row_stride = 2 * SLOTS * DIM;
         batch.head_stride = SLOTS * DIM;
         for (int i = 0; i < 4; ++i) {
             buffers[i].resize(ROWS * WIDTH * 3 * sizes[i]);
