@@ -65,6 +65,8 @@ def make_blocks(names: list[str], num_out: int, num_in: int, count: int) -> Kind
             blocks[..., at : at + 2] = (
                 rng.normal(0, 0.05, blocks.shape[:2]).astype(np.float16)[..., None].view(np.uint8)
             )
+        if not kind.halves:
+            blocks[..., 0] = rng.integers(119, 126, blocks.shape[:2])
         part = Stored(name, num_in, torch.from_numpy(blocks.reshape(num_out, -1)))
         for arithmetic in ("float32", "int8"):
             linears = [Linear.of_stored([part], None, arithmetic=arithmetic) for _ in range(count)]

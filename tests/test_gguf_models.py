@@ -85,6 +85,8 @@ def test_a_file_is_its_expansion(kind, file_of, without_tiles):
         ("Q4_K", "int8", 1.0),
         ("Q8_0", "int8", 0.0),
         ("mixed", "int8", 1.0),
+        ("IQ4_XS", "int8", 1.0),
+        ("MXFP4", "int8", 0.0),
     ],
 )
 def test_texts_of_a_file(kind, arithmetic, temperature, file_of, tmp_path):

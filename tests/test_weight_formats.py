@@ -35,7 +35,7 @@ ROWS = [*range(1, 9), 13, 33]
 
 
 def stored(name, num_out, num_in, seed=0):
-    """A random matrix. In blocks every bit is random, except that scales are small numbers."""
+    """A random matrix. In blocks every bit is random, except that scales and powers of two are small numbers."""
     kind, rng = FORMATS[name], np.random.default_rng(seed)
     if kind.dtype is not None:
         numbers = torch.from_numpy(rng.standard_normal((num_out, num_in), np.float32))
@@ -44,6 +44,8 @@ def stored(name, num_out, num_in, seed=0):
     for at in kind.halves:
         scales = rng.normal(0, 0.05, blocks.shape[:2]).astype(np.float16)
         blocks[:, :, at : at + 2] = scales[..., None].view(np.uint8)
+    if not kind.halves:
+        blocks[:, :, 0] = rng.integers(119, 126, blocks.shape[:2])
     return Stored(name, num_in, torch.from_numpy(blocks.reshape(num_out, -1)))
 
 
@@ -91,7 +93,8 @@ def read_blocks(part):
     kind = FORMATS[part.format]
     blocks = part.data.numpy().reshape(part.num_out, -1, kind.num_bytes)
     half = [blocks[..., at : at + 2].copy().view(np.float16).astype(np.float32) for at in kind.halves]
-    factor, offset = half[0], half[1] if len(half) > 1 else 0 * half[0]
+    factor = half[0] if half else np.ldexp(np.float32(1), blocks[..., 0].astype(int) - 128)
+    offset = half[1] if len(half) > 1 else 0 * factor
     if part.format == "Q8_0":
         levels = blocks[..., 2:].view(np.int8)
     elif part.format in ("Q4_0", "Q4_1"):
@@ -102,6 +105,14 @@ def read_blocks(part):
         low, high = low >> np.array([[0], [4]], np.uint8) & 15, high >> np.array([[0], [2], [4], [6]], np.uint8) & 3
         levels = (low.reshape(high.shape) | high << 4).astype(np.int64) - 32
         factor = factor * blocks[..., 192:208].view(np.int8)
+    elif part.format in ("IQ4_NL", "IQ4_XS", "MXFP4"):
+        nibbles = blocks[..., kind.words[0] :].reshape(*blocks.shape[:2], -1, 1, 16)
+        nibbles = nibbles >> np.array([[0], [4]], np.uint8) & 15
+        levels = np.array(getattr(gguf.quants, "MXFP4" if part.format == "MXFP4" else "IQ4_NL").kvalues)[nibbles]
+        if part.format == "IQ4_XS":
+            low = blocks[..., 4:8, None] >> np.array([0, 4], np.uint8) & 15
+            high = blocks[..., 2:4, None] >> np.array([0, 2, 4, 6], np.uint8) & 3
+            factor = factor * ((low.reshape(high.shape) | high << 4).astype(np.float32) - 32).reshape(*low.shape[:2], 8)
     else:
         low = blocks[..., -128:].reshape(*blocks.shape[:2], 4, 1, 32) >> np.array([[0], [4]], np.uint8) & 15
         levels = low.reshape(*blocks.shape[:2], 8, 32)
@@ -183,7 +194,9 @@ def test_integer_products_with_unusual_blocks(name):
     """All zeros, the largest levels everywhere, and subnormal scales."""
     kind, part, x = FORMATS[name], stored(name, 66, 512), torch.randn(5, 512)
     blocks = part.data.clone().view(66, -1, kind.num_bytes)
-    blocks[0], blocks[1] = 0, 255
+    blocks[0], blocks[1] = 0, 0x77 if name == "MXFP4" else 0xFF
+    if name == "MXFP4":
+        blocks[2:, ::2, 0] = torch.arange(64, dtype=torch.uint8)[:, None] % 2
     for at in kind.halves:
         blocks[1, :, at : at + 2] = torch.tensor([0xFF, 0x3B], dtype=torch.uint8)
         blocks[2:, ::2, at : at + 2] = torch.tensor([0x03, 0x80], dtype=torch.uint8)
@@ -299,10 +312,22 @@ def test_scales_that_are_not_finite(name, number):
     part = stored(name, 65, 512)
     kind = FORMATS[name]
     data = part.data.clone()
-    at = data.shape[1] - kind.num_bytes + kind.halves[-1]
-    data[64, at : at + 2] = torch.from_numpy(np.array([number], np.float16).view(np.uint8))
+    start = data.shape[1] - kind.num_bytes
+    if kind.halves:
+        at = start + kind.halves[-1]
+        data[64, at : at + 2] = torch.from_numpy(np.array([number], np.float16).view(np.uint8))
+    else:  # an exponent that stands for NaN, and one whose multiples may be infinite
+        data[64, start] = 255 if np.isnan(number) else 253
     with pytest.raises(CheckpointError, match="NaN or infinite"):
         Packed.of_stored([replace(part, data=data)], None)
+
+
+def test_packed_scales_and_exponents_take_all_values():
+    for name, at, largest in (("IQ4_XS", 2, 255), ("MXFP4", 0, 252)):
+        part = stored(name, 64, 512)
+        part.data.view(64, -1, FORMATS[name].num_bytes)[:, :, at] = torch.arange(64)[:, None] * 4
+        part.data[0, at] = largest
+        assert torch.equal(Packed.of_stored([part], None).rows(torch.arange(64)), part.expand())
 
 
 def test_int8_of_blocks_is_int8_of_their_expansion():

@@ -44,8 +44,8 @@ void tell(const std::string& name, const void* from, size_t bytes) {
 
 void tell(const std::string& name, const std::vector<float>& found) { tell(name, found.data(), found.size() * 4); }
 
-// A matrix of any format: in blocks the scales, `halves` of 16 bits behind everything else, are small.
-void fill(Memory& weight, int32_t format, int halves) {
+// A matrix of any format: in blocks the scales, `halves` of 16 bits before `bytes` at the end, are small, and exponents near 128.
+void fill(Memory& weight, int32_t format, int halves, int bytes) {
     for (size_t at = 0; at < weight.size; at += 4) {
         uint32_t bits = word();
         if (format == FLOAT32) {
@@ -58,14 +58,15 @@ void fill(Memory& weight, int32_t format, int halves) {
         }
         memcpy(weight.data + at, &bits, 4);
     }
-    if (halves == 0) return;
     with_format(format, [&](auto kind) {
         typedef decltype(kind) T;
         if constexpr (T::IS_BLOCKS)
             for (char* block = weight.data; block < weight.data + weight.size; block += T::BYTES)
-                for (int i = 0; i < halves * TILE; ++i) {
+                for (int i = 0; i < (halves + bytes) * TILE; ++i) {
                     const uint16_t bits = static_cast<uint16_t>((word() & 0x83ff) | 0x2c00);
-                    memcpy(block + T::BYTES - 2 * (halves * TILE - i), &bits, 2);
+                    char* end = block + T::BYTES - bytes * TILE;
+                    if (i < halves * TILE) memcpy(end - 2 * (i + 1), &bits, 2);
+                    else end[i - halves * TILE] = static_cast<char>(format == MXFP4 ? 124 + bits % 8 : bits);
                 }
     });
 }
@@ -85,18 +86,20 @@ const int COUNTS[] = {1, 2, 3, 4, 5, 6, 7, 12, 13, 17, 25};
 void tell_products() {
     const struct {
         int32_t format;
-        int halves, inputs;
+        int halves, bytes, inputs;
         const char* name;
-    } kinds[] = {{FLOAT32, 0, 1, "float32"}, {BFLOAT16, 0, 2, "bfloat16"}, {FLOAT16, 0, 1, "float16"}, {Q8_0, 1, 32, "Q8_0"},
-                 {Q4_0, 1, 32, "Q4_0"},      {Q4_1, 2, 32, "Q4_1"},        {Q4_K, 2, 256, "Q4_K"},     {Q5_K, 2, 256, "Q5_K"},
-                 {Q6_K, 1, 256, "Q6_K"}};
+    } kinds[] = {{FLOAT32, 0, 0, 1, "float32"}, {BFLOAT16, 0, 0, 2, "bfloat16"}, {FLOAT16, 0, 0, 1, "float16"},
+                 {Q8_0, 1, 0, 32, "Q8_0"},      {Q4_0, 1, 0, 32, "Q4_0"},        {Q4_1, 2, 0, 32, "Q4_1"},
+                 {Q4_K, 2, 0, 256, "Q4_K"},     {Q5_K, 2, 0, 256, "Q5_K"},       {Q6_K, 1, 0, 256, "Q6_K"},
+                 {IQ4_NL, 1, 0, 32, "IQ4_NL"},  {IQ4_XS, 1, 6, 256, "IQ4_XS"},   {MXFP4, 0, 1, 32, "MXFP4"}};
     const std::vector<float> x = numbers(25 * 512);
     for (const auto& kind : kinds) {
-        const int num_in = kind.halves ? 512 : 201;
+        const bool is_blocks = kind.inputs >= 32;
+        const int num_in = is_blocks ? 512 : 201;
         size_t bytes = 0;
         with_format(kind.format, [&](auto type) { bytes = 2 * tile_bytes<decltype(type)>(num_in); });
         Memory weight(bytes);
-        fill(weight, kind.format, kind.halves);
+        fill(weight, kind.format, kind.halves, kind.bytes);
         Op op{};
         op.format = kind.format, op.weight = weight.data, op.num_in = num_in;
         for (const int count : COUNTS) tell(std::string("product ") + kind.name + " " + std::to_string(count), linear(op, x, count, 100));
@@ -106,7 +109,7 @@ void tell_products() {
                 for (const int count : COUNTS) tell(std::string("product ") + name + std::to_string(count), linear(op, x, count, 100));
             }
         }
-        if (kind.halves) {
+        if (is_blocks) {
             op.row_form = LEVELS;
             for (const int count : COUNTS) tell(std::string("blocks ") + kind.name + " " + std::to_string(count), linear(op, x, count, 100));
         }
@@ -178,7 +181,7 @@ void tell_attention() {
                     op.head_dim = dim, op.window = window, op.q_norm = op.k_norm = norm.data(), op.eps = 1e-6f;
                     Batch batch{};
                     batch.rows = ROWS, batch.nodes = batch.tree_nodes = NODES, batch.parents = parents, batch.lengths = lengths;
-                    batch.rotary_half = half, batch.rotation = rotation.data(), batch.cache = cache.data();
+                    batch.rotary_half = half, batch.key_block = KEYS, batch.rotation = rotation.data(), batch.cache = cache.data();
                     batch.value_stride = ROWS * 2 * SLOTS * dim, batch.head_stride = SLOTS * dim;
                     batch.row_stride = 2 * SLOTS * dim;
                     const int64_t viewed[ROWS] = {static_cast<int64_t>(view.size()), static_cast<int64_t>(view.size())};
@@ -265,7 +268,7 @@ void tell_drafts() {
         std::vector<float> cache(ROWS * 2 * SLOTS * DIM), buffers[4];
         Batch batch{};
         batch.rows = ROWS, batch.rotary_half = DIM / 2, batch.rotation = rotation.data(), batch.cache = cache.data();
-        batch.layer_stride = ROWS * 2 * SLOTS * DIM, batch.value_stride = SLOTS * DIM, batch.row_stride = 2 * SLOTS * DIM;
+        batch.key_block = KEYS, batch.layer_stride = ROWS * 2 * SLOTS * DIM, batch.value_stride = SLOTS * DIM, batch.row_stride = 2 * SLOTS * DIM;
         batch.head_stride = SLOTS * DIM;
         for (int i = 0; i < 4; ++i) {
             buffers[i].resize(ROWS * WIDTH * 3 * sizes[i]);

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 NUM_BUFFERS = 16
+BYTES, EXPONENTS = -1, -2  # codes of parts of blocks that the kernel packs
 KEYS, PAGE = 16, 64  # slots whose keys are stored together: of numbers, and of bytes
 NARROW_SLOTS = torch.int32  # dtype of slots that hold bytes and their scales, as words
 
@@ -144,8 +145,8 @@ class WeightFormat:
     are rounded too: a different, similar model.
 
     GGUF's blocks are defined in ggml's ``ggml-common.h``. The kernel needs to know which bytes of a block are 32-bit
-    words (levels and packed scales) and which are 16-bit numbers (scales and offsets): those of 64 outputs are stored
-    side by side, word by word.
+    words (levels and packed scales), which are 16-bit numbers (scales and offsets) and which are bytes (packed scales,
+    or the exponent of a power of two): those of 64 outputs are stored side by side, word by word.
 
     Attributes:
         name: the name in checkpoints, GGUF files and ``quantize``.
@@ -156,6 +157,8 @@ class WeightFormat:
         dtype: of plain numbers; None for blocks and levels.
         halves: byte offsets of a block's 16-bit numbers.
         words: first and last byte offset of a block's 32-bit words.
+        scale_bytes: first and last byte offset of its packed scales of 8 bits, or of its exponent if it has no
+            ``halves``.
     """
 
     name: str
@@ -167,6 +170,7 @@ class WeightFormat:
     dtype: torch.dtype | None = None
     halves: tuple[int, ...] = ()
     words: tuple[int, int] = (0, 0)
+    scale_bytes: tuple[int, int] = (0, 0)
 
     @property
     def is_exact(self) -> bool:
@@ -177,6 +181,17 @@ class WeightFormat:
     def is_blocks(self) -> bool:
         """True for GGUF's block formats."""
         return self.words != (0, 0)
+
+    @property
+    def parts(self) -> list[tuple[int, int, int, int]]:
+        """Code, first byte, number and size of a block's words, 16-bit numbers and bytes, in a tile's order."""
+        halves, (first, last), (word, end) = self.halves, self.scale_bytes, self.words
+        parts = [(self.code, word, (end - word) // 4, 4)]
+        if halves:
+            parts.append((FORMATS["float16"].code, halves[0], len(halves), 2))
+        if last:
+            parts.append((BYTES if halves else EXPONENTS, first, last - first, 1))
+        return parts
 
 
 _EXPANSION = "its float32 expansion"
@@ -191,6 +206,9 @@ _ALL = (
     WeightFormat("Q4_K", 7, 256, 144, _EXPANSION, halves=(0, 2), words=(4, 144)),
     WeightFormat("Q5_K", 8, 256, 176, _EXPANSION, halves=(0, 2), words=(4, 176)),
     WeightFormat("Q6_K", 9, 256, 210, _EXPANSION, halves=(208,), words=(0, 208)),
+    WeightFormat("IQ4_NL", 10, 32, 18, _EXPANSION, halves=(0,), words=(2, 18)),
+    WeightFormat("IQ4_XS", 11, 256, 136, _EXPANSION, halves=(0,), words=(8, 136), scale_bytes=(2, 8)),
+    WeightFormat("MXFP4", 12, 32, 17, _EXPANSION, words=(1, 17), scale_bytes=(0, 1)),
 )
 
 FORMATS = {each.name: each for each in _ALL}

@@ -33,8 +33,8 @@ class Packed:
         num_in, num_out: inputs and outputs; ``num_out`` is half the matrix's rows if it is ``gated``.
         format: how its numbers are stored.
         weight: tiles of 64 interleaved outputs: (tiles, in, 64) for plain numbers; for bfloat16 two inputs per word,
-            (tiles, in / 2, 64); for int8 four, (tiles, in / 4, 64); for blocks their words, then their halves,
-            (tiles, blocks, ...).
+            (tiles, in / 2, 64); for int8 four, (tiles, in / 4, 64); for blocks their words, then their halves, then
+            their bytes, (tiles, blocks, ...).
         scales, sums: for int8, by output: the value of a level, and the contribution of the rows' offset of 128.
         bias: by output, or None.
         gated: whether gates (the first half of the rows) and gated values (the second) are in alternate tiles.
@@ -210,7 +210,7 @@ def _bytes_of(part: Stored) -> Tensor:
 def _tiles(parts: Sequence[Tensor], kind: WeightFormat, *, interleave: bool) -> Tensor:
     """Rows (out, blocks, bytes) of each part as tiles of 64 outputs, the parts in sequence or in alternate tiles.
 
-    Returns (tiles, numbers, 64) for plain numbers, (tiles, blocks, words and halves) for blocks.
+    Returns (tiles, numbers, 64) for plain numbers, (tiles, blocks, words, halves and bytes) for blocks.
     """
     kernel, counts = required_kernel(), [-(-len(part) // TILE) for part in parts]
     _, blocks, num_bytes = parts[0].shape
@@ -220,12 +220,12 @@ def _tiles(parts: Sequence[Tensor], kind: WeightFormat, *, interleave: bool) -> 
         sum(counts), blocks, num_bytes // size * TILE if not kind.is_blocks else 16 * num_bytes, dtype=dtype
     )
     places = [tiles[0::2], tiles[1::2]] if interleave else list(torch.split(tiles, counts))
+    numbers = kind.parts if kind.is_blocks else [(kind.code, 0, num_bytes // size, size)]
     for part, place in zip(parts, places, strict=True):
-        start, stop = kind.words if kind.is_blocks else (0, num_bytes)
-        is_finite = kernel.pack(kind.code, part, place, start, (stop - start) // size)
-        if kind.is_blocks:
-            halves = place.view(torch.int16)[..., TILE * (stop - start) // 2 :]
-            is_finite = kernel.pack(FORMATS["float16"].code, part, halves, kind.halves[0], len(kind.halves))
+        is_finite, to = True, place.view(torch.uint8)
+        for code, start, count, width in numbers:
+            is_finite &= kernel.pack(code, part, to, start, count)
+            to = to[..., TILE * count * width :]
         if not is_finite:
             raise NotFiniteError("a weight is NaN or infinite")
     return tiles if kind.is_blocks else tiles.view(len(tiles), -1, TILE)

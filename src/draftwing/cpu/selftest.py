@@ -142,8 +142,12 @@ def _widens(library: ctypes.CDLL, rng: np.random.Generator, kind: WeightFormat) 
 def _random_blocks(rng: np.random.Generator, kind: WeightFormat, width: int, scales_of: Any) -> np.ndarray:
     """A tile of random levels, (blocks, bytes), whose 16-bit numbers are ``scales_of`` their shape."""
     tile = rng.integers(0, 256, (width // kind.inputs, _TILE * kind.num_bytes), np.uint8)
+    first, last = kind.scale_bytes
+    end = tile.shape[1] - _TILE * (last - first)
     scales = scales_of((len(tile), _TILE * len(kind.halves))).astype(np.float16)
-    tile[:, -2 * scales.shape[1] :] = scales.view(np.uint8)
+    tile[:, end - 2 * scales.shape[1] : end] = scales.view(np.uint8)
+    if not kind.halves:
+        tile[:, end:] = rng.integers(124, 130, tile[:, end:].shape)  # exponents
     return tile
 
 

@@ -10,7 +10,9 @@
 namespace {
 
 enum Format : int32_t {  // see layout.py
-    FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, Q8_0 = 4, Q4_0 = 5, Q4_1 = 6, Q4_K = 7, Q5_K = 8, Q6_K = 9
+    FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, Q8_0 = 4, Q4_0 = 5, Q4_1 = 6, Q4_K = 7, Q5_K = 8, Q6_K = 9,
+    IQ4_NL = 10, IQ4_XS = 11, MXFP4 = 12,
+    BYTES = -1, EXPONENTS = -2  // parts of blocks
 };
 
 // --- narrow numbers -------------------------------------------------------------------------------------------
@@ -37,18 +39,63 @@ ALWAYS_INLINE Floats register_of_halves(const char* from) {
 #endif
 }
 
-// As many as `V` holds.
-template <typename V = v16> ALWAYS_INLINE V halves(const char* from) {
+// A `V` whose registers are `part` of their byte offsets.
+template <typename V, typename F> ALWAYS_INLINE V by_registers(F part) {
     if constexpr (sizeof(V) == REGISTER) {
-        return register_of_halves(from);
+        return (V)part(0);
     } else {
         V found;
         for (size_t at = 0; at < sizeof(V); at += REGISTER) {
-            const Floats part = register_of_halves(from + at / 2);
-            memcpy(reinterpret_cast<char*>(&found) + at, &part, REGISTER);
+            const auto one = part(at);
+            memcpy(reinterpret_cast<char*>(&found) + at, &one, REGISTER);
         }
         return found;
     }
+}
+
+template <typename V = v16> ALWAYS_INLINE V halves(const char* from) {
+    return by_registers<V>([&](size_t at) __attribute__((always_inline)) { return register_of_halves(from + at / 2); });
+}
+
+ALWAYS_INLINE Words register_of_bytes(const char* from) {
+#if defined(__AVX512F__)  // GCC widens one byte after another otherwise
+    return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#elif defined(__AVX2__)
+    return (Words)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+#else
+    typedef uint8_t Quarter __attribute__((vector_size(REGISTER / 4)));
+    Quarter part;
+    memcpy(&part, from, sizeof(part));
+    return __builtin_convertvector(part, Words);
+#endif
+}
+
+template <typename W> ALWAYS_INLINE W bytes(const char* from) {
+    return by_registers<W>([&](size_t at) __attribute__((always_inline)) { return register_of_bytes(from + at / 4); });
+}
+
+// The entry of a table of 16 bytes for each byte of `indices`, from 0 to 15.
+ALWAYS_INLINE Words register_of_entries(const uint8_t* table, Words indices) {
+#if defined(__AVX512BW__)
+    const __m512i all = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+    return (Words)_mm512_shuffle_epi8(all, (__m512i)indices);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i all = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+    return (Words)_mm256_shuffle_epi8(all, (__m256i)indices);
+#elif defined(__aarch64__)
+    return (Words)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)indices);
+#else
+    uint8_t each[REGISTER];
+    memcpy(each, &indices, REGISTER);
+    for (uint8_t& index : each) index = table[index];
+    return one_register<Words>(each);
+#endif
+}
+
+template <typename W> ALWAYS_INLINE W entries(const uint8_t* table, const W& indices) {
+    return by_registers<W>([&](size_t at) __attribute__((always_inline)) {
+        return register_of_entries(table, one_register<Words>(reinterpret_cast<const char*>(&indices) + at));
+    });
 }
 
 // The four bits of each word from `shift` on, minus `OFFSET` (0 or 8), as numbers.
@@ -98,8 +145,8 @@ struct BFloat16 {  // two inputs in a word
 };
 
 // --- blocks ----------------------------------------------------------------------------------------------------------
-// Each format has blocks of INPUTS, of which UNIT share a scale and an offset; WORDS of 32 bits and HALVES of 16 per block,
-// interleaved in a tile for 64 outputs. A weight is (level - CENTER) * factor + offset, with unsigned levels. `bits` hold the
+// Each format has blocks of INPUTS, of which UNIT share a scale and an offset; W words of 32 bits, H numbers of 16 and B of 8
+// per block, interleaved in a tile for 64 outputs. A weight is (level - CENTER) * factor + offset, with unsigned levels. `bits` hold the
 // levels of four inputs of a register W of outputs, number `place` of a tile's, and `levels` makes bytes of them. For many
 // rows CHUNK inputs (16 KB) are widened at a time. FEW: at most this many rows are multiplied while weights are widened, if
 // registers are narrower than with AVX-512.
@@ -108,14 +155,17 @@ template <typename W> struct Scale {
     typename Like<W>::Number factor, offset;
 };
 
-template <int I, int U, int W, int H> struct Blocks {
+template <int I, int U, int W, int H, int B = 0> struct Blocks {
     static constexpr bool IS_BLOCKS = true, HAS_OFFSET = false;
-    static constexpr int CHUNK = 64, INPUTS = I, UNIT = U, UNITS = I / U, BYTES = TILE * (4 * W + 2 * H), FEW = 5;
+    static constexpr int CHUNK = 64, INPUTS = I, UNIT = U, UNITS = I / U, BYTES = TILE * (4 * W + 2 * H + B), FEW = 5;
     template <typename T> static ALWAYS_INLINE T word(const char* block, int which, int place) {
         return words<T>(block + 4 * TILE * which + sizeof(T) * place);
     }
     template <typename T> static ALWAYS_INLINE auto half(const char* block, int which, int place) {
         return halves<typename Like<T>::Number>(block + 4 * TILE * W + 2 * TILE * which + sizeof(T) / 2 * place);
+    }
+    template <typename T> static ALWAYS_INLINE T byte(const char* block, int which, int place) {
+        return bytes<T>(block + TILE * (4 * W + 2 * H + which) + sizeof(T) / 4 * place);
     }
     template <typename T> static ALWAYS_INLINE T levels(T bits) { return bits; }
     static ALWAYS_INLINE v16 weight(w16 bits, int i, const Scale<w16>& own) { return unsigned_bytes(bits, i) * own.factor + own.offset; }
@@ -211,6 +261,52 @@ struct Q6_KBlocks : Blocks<256, 16, 52, 1> {
         const W low = word<W>(block, 16 * half + 8 * (group & 1) + at, place) >> (4 * (group >> 1));
         const W high = word<W>(block, 32 + 8 * half + at, place) >> (2 * group);
         return (low & 0x0f0f0f0fu) | (high & 0x03030303u) << 4;
+    }
+};
+
+// 4-bit indices into a table of levels, those of the first 16 inputs of a unit in the low bits.
+template <typename T, int I, int H, int B> struct Tabled : Blocks<I, 32, I / 8, H, B> {
+    template <typename W = w16> static ALWAYS_INLINE W bits(const char* block, int unit, int four, int place) {
+        const W word = Tabled::template word<W>(block, 4 * unit + (four & 3), place);
+        return entries(T::TABLE, word >> (four & 4) & 0x0f0f0f0fu);
+    }
+    static ALWAYS_INLINE v16 weight(w16 bits, int i, const Scale<w16>& own) {
+        return (unsigned_bytes(bits, i) - static_cast<float>(T::CENTER)) * own.factor;
+    }
+};
+
+struct Uneven {  // more levels near zero
+    static constexpr int MAX_LEVEL = 241, CENTER = 128;
+    static constexpr uint8_t TABLE[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+};
+
+struct IQ4_NLBlocks : Tabled<Uneven, 32, 1, 0>, Uneven {
+    template <typename W = w16> static ALWAYS_INLINE Scale<W> scale(const char* block, int, int place) {
+        return {half<W>(block, 0, place), typename Like<W>::Number{}};
+    }
+};
+
+// For every 32 inputs a 6-bit scale, its low 4 bits behind the high 2 bits of all.
+struct IQ4_XSBlocks : Tabled<Uneven, 256, 1, 6>, Uneven {
+    template <typename W = w16> static ALWAYS_INLINE Scale<W> scale(const char* block, int unit, int place) {
+        const W low = byte<W>(block, 2 + unit / 2, place) >> (4 * (unit & 1)) & 15u;
+        const W high = byte<W>(block, unit / 4, place) >> (2 * (unit & 3)) & 3u;
+        const auto whole = numbers_of((typename Like<W>::Whole)(low | high << 4)) - 32.0f;
+        return {whole * half<W>(block, 0, place), typename Like<W>::Number{}};
+    }
+};
+
+// Numbers of 4 bits with 2 of exponent and one of mantissa, doubled, times a power of two: 2^(exponent - 128).
+struct Fp4 {
+    static constexpr int MAX_LEVEL = 24, CENTER = 12;
+    static constexpr uint8_t TABLE[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+};
+
+struct MXFP4Blocks : Tabled<Fp4, 32, 0, 1>, Fp4 {
+    template <typename W = w16> static ALWAYS_INLINE Scale<W> scale(const char* block, int, int place) {
+        typedef typename Like<W>::Number Number;
+        const W exponent = byte<W>(block, 0, place), half = exponent >> 1;  // the power may be subnormal, its factors are not
+        return {(Number)((half + 63u) << 23) * (Number)((exponent - half + 63u) << 23), Number{}};
     }
 };
 

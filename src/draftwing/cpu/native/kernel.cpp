@@ -67,7 +67,8 @@ void draftwing_advise(char* memory, int64_t size) {
 #endif
 }
 
-// `pack_tiles` for numbers of a `format`, or for words of a block; a word of bfloat16 is two numbers.
+// `pack_tiles` for numbers of a `format`, or for parts of a block; a word of bfloat16 is two numbers. With an exponent of 253
+// or more, a weight may be infinite.
 int32_t draftwing_pack(int32_t format, const char* rows, int64_t row_stride, int64_t num_out, int64_t outer,
                        int64_t outer_stride, int64_t groups, char* tiles, int64_t tile_stride, int64_t block_stride) {
     const auto pack = [&](auto pack_tiles_of) {
@@ -77,6 +78,8 @@ int32_t draftwing_pack(int32_t format, const char* rows, int64_t row_stride, int
         case FLOAT32: return pack(pack_tiles<uint32_t, 0x7f800000u>);
         case BFLOAT16: return pack(pack_tiles<uint32_t, 0x7f80u, 0x7f800000u>);
         case FLOAT16: return pack(pack_tiles<uint16_t, 0x7c00u>);
+        case BYTES: return pack(pack_tiles<uint8_t>);
+        case EXPONENTS: return pack(pack_tiles<uint8_t, 0xfdu, 0xfeu>);
         default: return pack(pack_tiles<uint32_t, 0xffffffffu>), 1;
     }
 }

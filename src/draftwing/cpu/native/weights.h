@@ -411,6 +411,9 @@ template <typename F> inline void with_format(int32_t format, F with) {
         case Q4_K: return with(Q4_KBlocks{});
         case Q5_K: return with(Q5_KBlocks{});
         case Q6_K: return with(Q6_KBlocks{});
+        case IQ4_NL: return with(IQ4_NLBlocks{});
+        case IQ4_XS: return with(IQ4_XSBlocks{});
+        case MXFP4: return with(MXFP4Blocks{});
     }
 }
 
@@ -443,7 +446,7 @@ bool pack_tiles(const char* rows, int64_t row_stride, int64_t num_out, int64_t o
                     fetch<256>(from + 8 * row_stride);
                     if (lane < lanes) memcpy(part, from, count * sizeof(N));
                     for (int64_t i = 0; i < count; ++i) to[i * TILE + lane] = part[i];
-                    for (int64_t i = 0; i < WIDE; ++i) worst |= (... | static_cast<N>((part[i] & EXPONENTS) == EXPONENTS));
+                    for (int64_t i = 0; i < WIDE; ++i) worst |= (N{} | ... | static_cast<N>((part[i] & EXPONENTS) == EXPONENTS));
                 }
             }
         }
