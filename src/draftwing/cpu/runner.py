@@ -213,7 +213,9 @@ class KernelRunner(Runner):
         return states
 
     def commit(self, lengths: Sequence[int], path: Tensor) -> None:
-        self._built.program.kernel.commit(self.cache.data, torch.tensor(lengths), path, self.cache.table, self._recurrent)
+        self._built.program.kernel.commit(
+            self.cache.data, torch.tensor(lengths), path, self.cache.table, self._recurrent
+        )
 
     def _new_logits(self, *shape: int) -> Tensor:
         shape = *shape, self._shape.vocab_size

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from draftwing.cpu.layout import BatchStruct
 from draftwing.errors import ConfigError
@@ -47,9 +46,7 @@ class KernelStates:
 
     def set_batch(self, batch: BatchStruct) -> None:
         """Write the fields of ``batch`` that only growing changes, for the rows from the first on."""
-        batch.states, batch.kept, batch.marks = (
-            part.data_ptr() for part in (self._states, self._kept, self._marks)
-        )
+        batch.states, batch.kept, batch.marks = (part.data_ptr() for part in (self._states, self._kept, self._marks))
         batch.states_layer, batch.states_row = self._states.stride()[:2]
         batch.kept_layer, batch.kept_row, batch.kept_width = self._kept.stride()[:3]
         batch.kept_before, batch.num_recurrent = self._before, len(self._states)

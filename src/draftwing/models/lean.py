@@ -165,8 +165,9 @@ def _reordered(parts: list[Stored], rows: Tensor | None) -> list[Stored]:
     if len(parts) == 1:  # any number of rows
         return [replace(parts[0], data=parts[0].data[rows])]
     ends = torch.tensor([part.num_out for part in parts]).cumsum(0)
-    starts, (owners, counts) = [0, *ends.tolist()], torch.unique_consecutive(
-        torch.bucketize(rows, ends, right=True), return_counts=True
+    starts, (owners, counts) = (
+        [0, *ends.tolist()],
+        torch.unique_consecutive(torch.bucketize(rows, ends, right=True), return_counts=True),
     )
     return [
         replace(parts[owner], data=parts[owner].data[piece - starts[owner]])
