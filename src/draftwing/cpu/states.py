@@ -38,6 +38,9 @@ class KernelStates:
 
     def move(self, source: int, target: int) -> None:
         """Let row ``source`` take the place of ``target``."""
+        if source >= len(self._marks):  # nothing has been read
+            self.clear(target)
+            return
         for part in (self._states, self._kept, self._marks[None]):
             put(part[:, target], part[:, source])
 

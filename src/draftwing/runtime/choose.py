@@ -13,7 +13,7 @@ from draftwing.runtime.forward import Runtime, TorchRuntime
 from draftwing.runtime.graphs import CudaRecorder, GraphRuntime
 
 _DIM = 32  # channels of a head that the kernel processes at a time
-_DELTA_DIM = 16  # of a head in recurrent layers
+_DELTA_DIM = 16  # the same in recurrent layers
 
 
 def runtime_for(

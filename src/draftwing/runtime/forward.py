@@ -53,7 +53,7 @@ class NetShape:
     has_plain_heads: bool = True  # see ``HeadTraits.is_plain``
     has_narrow_slots: bool = False  # keys and values in 8 bits, by the CPU kernel (``native/narrow_slots.h``)
     num_slot_heads: int = 0  # KV heads of a slot, if more than ``num_kv_heads`` (``ModelConfig.num_slot_heads``)
-    delta: DeltaConfig | None = None  # of its recurrent layers
+    delta: DeltaConfig | None = None  # the sizes of recurrent layers
     num_recurrent: int = 0  # number of these
     causal: Sequence[bool] = ()  # layers whose nodes see no later position; empty: none is marked (``SlotAttention``)
 
