@@ -126,7 +126,7 @@ _LATENT = {
 }  # fmt: skip
 _DELTA = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 8,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 80,
 }  # fmt: skip
 # Further families of the lean decoder, with every trait of theirs turned on.
 FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
@@ -252,8 +252,8 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-# Those that run in PyTorch on CPUs: mixtures of experts, and recurrent layers.
-MIXTURES = ("qwen3.5", "qwen3-next", "granitemoe", "qwen2-moe", "olmoe", "gpt-oss", "deepseek-v2", "deepseek-v3")
+# Mixtures of experts, which run in PyTorch on CPUs.
+MIXTURES = ("qwen3-next", "granitemoe", "qwen2-moe", "olmoe", "gpt-oss", "deepseek-v2", "deepseek-v3")
 
 
 def kernel_size(family: str) -> dict[str, int]:

@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from conftest import FURTHER, MIXTURES, build, kernel_size
+from conftest import FURTHER, MIXTURES, build, kernel_size, refused
 from draftwing.accept import _along, _walk, match, match_logits
 from draftwing.cpu.library import get_kernel, kernel_problem
 from draftwing.cpu.noise import NativeNoise
 from draftwing.cpu.packed import Packed
 from draftwing.cpu.program import Program, Workspace
 from draftwing.decode import Decoder
+from draftwing.errors import ConfigError
 from draftwing.methods.base import Budget
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
 from draftwing.methods.lookup import LookupDrafter
@@ -48,6 +49,7 @@ FAMILIES = {
     ),
 }
 FAMILIES |= {name: (name, kernel_size(name)) for name in FURTHER if name not in MIXTURES}
+FAMILIES["qwen3-next-dense"] = ("qwen3-next", {"head_dim": 32, "num_experts": 0})
 PARENTS = [-1, 0, 0, 1, 1, 2, 5, 3, -1]
 
 
@@ -345,7 +347,7 @@ def test_a_model_has_pytorchs_numbers(name, folder_of, monkeypatch):
 @needs_kernel
 @pytest.mark.parametrize("options", [{}, {"quantize": "int8", "kv_dtype": "int8"}], ids=["float32", "int8"])
 @pytest.mark.parametrize(
-    "name", ["llama", "window", "qwen3", "olmo2", "gemma2-capped", "cohere2", "starcoder2", "lfm2"]
+    "name", ["llama", "window", "qwen3", "olmo2", "gemma2-capped", "cohere2", "starcoder2", "lfm2", "qwen3.5"]
 )
 def test_a_nodes_bits_do_not_depend_on_its_tree(name, options, folder_of):
     """Every node of a tree, in a batch, has the very logits that it has when its path is decoded token by token."""
@@ -367,6 +369,22 @@ def test_a_nodes_bits_do_not_depend_on_its_tree(name, options, folder_of):
             logits = target.forward(alone, DraftTree.root(torch.tensor([token]))).logits
             alone.rows[0].length += 1
         assert torch.equal(logits[0, 0], output.logits[1, node])
+
+
+@needs_kernel
+def test_recurrent_states_need_every_token_before(folder_of):
+    family, changes = FAMILIES["qwen3.5"]
+    target = LeanTarget.from_folder(folder_of(family, **changes))
+    ctx = target.new_context()
+    for prompt in ([3, 4, 5], [6]):
+        target.prefill(ctx, prompt)
+    target.remove(ctx, 0)  # the row that takes its place has read nothing
+    root = DraftTree.root(torch.tensor([6]))
+    logits = target.forward(ctx, root).logits
+    assert torch.equal(logits[0], target.score(torch.tensor([[6]])).logits[0])
+    ctx.rows[0].length += 2
+    with refused(ConfigError, "cannot be continued", "prefill"):
+        target.forward(ctx, root)
 
 
 @needs_kernel

@@ -50,6 +50,9 @@ class BatchStruct(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("view_row", "view_layer", "view_head")),
         ("watch", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("watch_layer", "watch_head")),
+        *((name, ctypes.c_void_p) for name in ("states", "kept", "marks")),
+        *((name, ctypes.c_int64) for name in ("states_layer", "states_row", "kept_layer", "kept_row", "kept_width")),
+        *((name, ctypes.c_int32) for name in ("kept_before", "num_recurrent", "keeps_all")),
         ("buffers", ctypes.c_void_p * NUM_BUFFERS),
         ("widths", ctypes.c_int32 * NUM_BUFFERS),
     ]

@@ -31,6 +31,7 @@ from torch import Tensor
 from draftwing.cpu.build import KernelProblem, with_library
 from draftwing.cpu.layout import AcceptStruct, BatchStruct, Draft, Op, VerifyArgs
 from draftwing.cpu.selftest import fault_of
+from draftwing.cpu.states import KernelStates
 from draftwing.errors import ConfigError
 from draftwing.models.paged import PageTable
 
@@ -167,16 +168,26 @@ class Kernel:
         self._rows(code, tiles.data_ptr(), num_in, outputs.data_ptr(), weights.data_ptr(), len(outputs))
         return weights
 
-    def commit(self, data: Tensor, lengths: Tensor, path: Tensor, table: PageTable | None = None) -> None:
+    def commit(
+        self,
+        data: Tensor,
+        lengths: Tensor,
+        path: Tensor,
+        table: PageTable | None = None,
+        states: KernelStates | None = None,
+    ) -> None:
         """Move the kept nodes of every row, (B, D) padded with PAD, to the slots after ``lengths`` (B,).
 
         Args:
             data: (L, 2, B, K, S, D) keys, transposed by 16 slots (by 64 in 8 bits), and values.
             table: lists the pages of the slots, if there are any.
+            states: of the recurrent layers, if there are any.
         """
         batch = BatchStruct(rows=path.shape[0])
         layers, _, _, heads, _, words = data.shape
         batch.set_cache(data, table)
+        if states is not None:
+            states.set_batch(batch)
         lengths, path = lengths.contiguous(), path.contiguous()
         batch.lengths = lengths.data_ptr()
         self._commit(ctypes.byref(batch), layers, heads, words, path.data_ptr(), path.shape[1], path.shape[1])

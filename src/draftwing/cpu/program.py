@@ -21,9 +21,10 @@ from draftwing.cpu.library import Kernel
 from draftwing.cpu.packed import Packed
 from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.models.attention import Heads
+from draftwing.models.recurrent import GatedDelta
 
 ACTIVATIONS = {"silu": 2, "gelu": 3, "gelu_pytorch_tanh": 4, "relu2": 5}
-_EMBED, _NORM, _LINEAR, _ATTEND, _COPY, _CONVOLVE = range(6)
+_EMBED, _NORM, _LINEAR, _ATTEND, _COPY, _CONVOLVE, _RECUR = range(7)
 _STORE, _ADD = 0, 1
 _NO_SOURCE = -1
 
@@ -327,13 +328,24 @@ class TracedAttention:
 
     def __init__(self, windows: Any) -> None:
         self._windows = windows
+        self._num_recurrent = 0  # layers so far
 
     def __call__(self, layer: int, qkv: Traced, heads: Heads) -> Traced:
         """(R, (heads + 2 * KV heads) * D) -> (R, heads * D)."""
         program, width, traits = qkv.program, heads.num_heads * heads.head_dim, heads.traits
         if heads.mixer is not None:
-            width = qkv.width // 3
+            width = heads.mixer.out_width
         out = Traced(program, program.scratch(width), width)
+        if isinstance(heads.mixer, GatedDelta):
+            mixer, sizes = heads.mixer, heads.mixer.config
+            program.add(
+                out.buffer, qkv.settled().buffer, kind=_RECUR, layer=self._num_recurrent, num_in=sizes.value_dim,
+                num_out=sizes.conv_size, num_heads=sizes.num_value_heads, num_kv_heads=sizes.num_key_heads,
+                head_dim=sizes.key_dim, scale=sizes.key_dim**-0.5, eps=mixer.eps, weight=mixer.weight.float(),
+                norm=mixer.norm.float(), scales=-mixer.a_log.float().exp(), bias=mixer.dt_bias.float(),
+            )  # fmt: skip
+            self._num_recurrent += 1
+            return out
         if heads.mixer is not None:
             program.add(
                 out.buffer, qkv.settled().buffer, kind=_CONVOLVE, layer=layer, num_in=width, num_out=heads.mixer.size,
@@ -351,6 +363,8 @@ class TracedAttention:
             fields["query_scale"] = traits.query_scale + 1
         if traits.sinks is not None:
             fields["sinks"] = traits.sinks.float()
+        if traits.is_gated:
+            fields["is_gated"] = 1
         program.add(
             out.buffer, qkv.settled().buffer, kind=_ATTEND, layer=layer, window=self._windows[layer] or 0,
             scale=heads.head_dim**-0.5 if traits.scale is None else traits.scale, cap=traits.cap,

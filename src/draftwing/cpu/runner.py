@@ -24,6 +24,7 @@ from draftwing.cpu.args import AcceptResult, BufferPool, BumpAllocator, KernelAr
 from draftwing.cpu.layout import Adjust, BatchStruct, Draft, Op, VerifyArgs
 from draftwing.cpu.library import Kernel
 from draftwing.cpu.program import Program, TracedAttention, TracedIds, Workspace
+from draftwing.cpu.states import KernelStates
 from draftwing.errors import ConfigError
 from draftwing.models.cache import KVCache
 from draftwing.models.context import TargetOutput
@@ -111,11 +112,15 @@ class KernelRunner(Runner):
 
     def __init__(self, net: Net, built: Built, cache: KVCache | None = None) -> None:
         super().__init__(net, cache)
+        self._recurrent: KernelStates | None = None
+        if net.shape.delta is not None:
+            self._recurrent = self.cache.states = KernelStates(net.shape.delta, net.shape.num_recurrent)
         self._shape, self._built, self._space = net.shape, built, Workspace(built.program)
         self._reserved = (0, 0)  # rows and slots of the cache
         self._data: Tensor | None = None  # the cache's slots; a new tensor when they have moved, for whichever runner
         self._rotation: Tensor | None = None  # by position; None if it depends on more
-        self._drafts_trees = net.shape.is_shifted and net.rotary.position_only
+        # The kernel grows trees level by level, without preparing recurrent states in between.
+        self._drafts_trees = net.shape.is_shifted and net.rotary.position_only and self._recurrent is None
         # Temporary outputs of drafts. Tokens that a sparse net leaves out are never written: they hold -inf.
         self._logits = torch.empty(0, net.shape.vocab_size)
         self._states = torch.empty(2, 0, net.shape.state_width)
@@ -171,6 +176,9 @@ class KernelRunner(Runner):
             rotation = self.net.rotary.cis(positions, prompts).flatten(0, 1).contiguous()
             batch.rotation, batch.rotary_half = arrays.tensor(rotation), rotation.shape[-1]
         batch.cache = self.cache.data.data_ptr() + first_row * batch.row_stride * 4
+        if self._recurrent is not None:
+            keeps_all = entries.keeps_all
+            self._recurrent.prepare(batch, first_row, entries.lengths, tree.num_nodes, keeps_all=keeps_all)
         batch.first_node, batch.tree_nodes = entries.first_node, tree.num_nodes
         batch.parents, batch.tokens = arrays.tensor(tree.parents.contiguous()), arrays.tensor(tokens.contiguous())
         batch.lengths = arrays.numbers("q", entries.lengths)
@@ -205,7 +213,9 @@ class KernelRunner(Runner):
         return states
 
     def commit(self, lengths: Sequence[int], path: Tensor) -> None:
-        self._built.program.kernel.commit(self.cache.data, torch.tensor(lengths), path, self.cache.table)
+        self._built.program.kernel.commit(
+            self.cache.data, torch.tensor(lengths), path, self.cache.table, self._recurrent
+        )
 
     def _new_logits(self, *shape: int) -> Tensor:
         shape = *shape, self._shape.vocab_size
@@ -366,6 +376,8 @@ class KernelRunner(Runner):
                 return None
             table.hold(0, request.lengths, nodes)
             batch.pages = table.address
+        if self._recurrent is not None:
+            self._recurrent.prepare(batch, 0, request.lengths, nodes)
         if rows * nodes > self._space.capacity:
             self._space.reserve(rows * nodes)
         result = self._accept_result(request.accept, rows, nodes)

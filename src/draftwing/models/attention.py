@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +44,7 @@ class HeadTraits:
     query_scale: int | None = None  # the rotation factor whose real part multiplies queries
     norms_rotated: bool = False  # queries and keys are normed after their rotation
     sinks: Tensor | None = None  # (heads,) a further score of each query head, of no value
+    is_gated: bool = False  # columns after the values, one for each of the result, are its gates
 
     @property
     def is_plain(self) -> bool:
@@ -274,7 +275,7 @@ class SlotAttention(Attention):
         where = self._where
         if self._orders is None:
             self._orders = WalkOrder.of(where.tree, delta.weight.shape[0])
-        states, texts = where.cache.states, rows.view(len(self._orders), -1, rows.shape[1])
+        states, texts = cast(RecurrentStates, where.cache.states), rows.view(len(self._orders), -1, rows.shape[1])
         mixed = [
             states.forward(where.first_row + row, layer, texts[row], delta, order)
             for row, order in enumerate(self._orders)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -51,6 +51,19 @@ class View:
     counts: Sequence[int]  # (B,) valid slots of each row; those after them are undefined
 
 
+class RowStates(Protocol):
+    """The states of rows in recurrent layers: ``RecurrentStates``, or the CPU kernel's."""
+
+    def clear(self, row: int) -> None:
+        """Forget a row."""
+
+    def move(self, source: int, target: int) -> None:
+        """Let row ``source`` take the place of ``target``."""
+
+    def commit(self, row: int, nodes: Sequence[int]) -> None:
+        """Take the states after the accepted nodes of the last forward, from the root on."""
+
+
 class KVCache:
     """Keys and values of all layers in one tensor (L, 2, B, K, S, D), grown by doubling.
 
@@ -63,7 +76,7 @@ class KVCache:
         self._shape = (num_layers, 2, num_kv_heads, head_dim)
         self.table: Any = None  # a ``paged.PageTable`` if slots lie in pages
         self.data = torch.zeros(num_layers, 2, 0, num_kv_heads, 0, head_dim, dtype=dtype, device=device)
-        self.states = RecurrentStates()  # in recurrent layers
+        self.states: RowStates = RecurrentStates()  # in recurrent layers
         self._written: set[int] = set()  # rows that have been used
 
     @property
@@ -86,9 +99,7 @@ class KVCache:
             slots if num_slots <= slots else max(round_up(num_slots + SPARE, KEY_BLOCK), min(2 * slots, slots + 4096))
         )
         layers, two, heads, dim = self._shape
-        grown = _zeros((layers, two, new_rows, heads, new_slots, dim), self.data)
-        put(grown[:, :, :rows, :, :slots], self.data)
-        self.data = grown
+        self.data = grown(self.data, (layers, two, new_rows, heads, new_slots, dim))
 
     def hold(self, first_row: int, lengths: Sequence[int], extra: int) -> None:
         """Make room for ``lengths`` slots of the rows from ``first_row`` on, and ``extra`` more slots of each."""
@@ -125,6 +136,13 @@ class KVCache:
         into, at = self.place(rows, target)
         came, was = self.place(rows, source)
         self.data[:, :, into, :, at] = self.data[:, :, came, :, was]
+
+
+def grown(data: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a larger tensor that begins with ``data`` in every dimension; the rest is zeros."""
+    larger = _zeros(shape, data)
+    put(larger[tuple(slice(size) for size in data.shape)], data)
+    return larger
 
 
 def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:

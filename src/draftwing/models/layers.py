@@ -339,7 +339,7 @@ class ShortConvolution(nn.Module):
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=weight.requires_grad)
-        self.size = weight.shape[0]
+        self.size, self.out_width = weight.shape
 
     def mix(self, layer: int, rows: Tensor, attend: Any) -> Tensor:
         """(R, 3 * H) -> (R, H)."""
@@ -366,7 +366,6 @@ class DecoderLayer(nn.Module):
         value_width: of a head's values, if smaller than that of queries and keys.
         is_parallel: attention and MLP read the same norm, and both are added (Cohere).
         mixer: instead of attention, of the columns of ``qkv``.
-        is_gated: further columns of ``qkv``, one for each of attention, are gates of what it returns.
     """
 
     def __init__(
@@ -384,11 +383,10 @@ class DecoderLayer(nn.Module):
         is_parallel: bool = False,
         value_width: int | None = None,
         mixer: ShortConvolution | GatedDelta | None = None,
-        is_gated: bool = False,
     ) -> None:
         super().__init__()
         self.input_norm, self.post_norm = input_norm, post_norm
-        self.mixer, self.is_gated = mixer, is_gated
+        self.mixer = mixer
         self.out_norm, self.mlp_out_norm = out_norms
         self.qkv, self.out, self.mlp = qkv, out, mlp
         self.num_heads, self.num_kv_heads, self.head_dim = heads
@@ -437,7 +435,7 @@ class DecoderLayer(nn.Module):
     def _mixed(self, normed: Any, attend: Attend, layer: int) -> Any:
         """The values that each head attends to (R, heads * value width)."""
         rows = self._project(normed)
-        if self.is_gated:
+        if self.traits.is_gated and not isinstance(rows, Traced):
             width = self.num_heads * self.head_dim
             mixed = attend(layer, rows[:, :-width], self)
             return mixed * rows[: len(mixed), -width:].sigmoid()

@@ -164,11 +164,14 @@ def _reordered(parts: list[Stored], rows: Tensor | None) -> list[Stored]:
         return parts
     if len(parts) == 1:  # any number of rows
         return [replace(parts[0], data=parts[0].data[rows])]
-    bounds = torch.tensor([part.num_out for part in parts]).cumsum(0).tolist()
-    starts = [0, *bounds[:-1]]
-    pieces = torch.split(rows, [part.num_out for part in parts])
+    ends = torch.tensor([part.num_out for part in parts]).cumsum(0)
+    starts, (owners, counts) = (
+        [0, *ends.tolist()],
+        torch.unique_consecutive(torch.bucketize(rows, ends, right=True), return_counts=True),
+    )
     return [
-        replace(part, data=part.data[piece - start]) for part, piece, start in zip(parts, pieces, starts, strict=True)
+        replace(parts[owner], data=parts[owner].data[piece - starts[owner]])
+        for owner, piece in zip(owners.tolist(), torch.split(rows, counts.tolist()), strict=True)
     ]
 
 
@@ -257,6 +260,7 @@ def read_layer(reader: Reader, config: ModelConfig, index: int) -> DecoderLayer:
         outs, rows = [query_dim, kv_dim, kv_dim], _halved_pairs(config)
         if config.delta is not None:
             outs[0], rows = 2 * query_dim, _gates_last(config)
+            traits = replace(traits, is_gated=True)
         outs = outs if len(projections) == 3 else [sum(outs)]
         qkv = reader.linear(projections, outs, hidden, config.qkv_bias, rows=rows)
     if names.sinks is not None:
@@ -290,7 +294,6 @@ def read_layer(reader: Reader, config: ModelConfig, index: int) -> DecoderLayer:
         is_parallel=names.mlp_in is None and names.mlp_out is None,
         value_width=None if value_dim == dim else value_dim,
         mixer=mixer,
-        is_gated=config.delta is not None and mixer is None,
     )
 
 
@@ -477,7 +480,8 @@ class TappedNet:
             config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim, config.sliding_windows,
             config.vocab_size, out_width=config.hidden_size * len(self.taps),
             has_plain_heads=all(layer.traits.is_plain and layer.mixer is None for layer in self.layers),
-            has_narrow_slots=config.kv_dtype is not None, num_slot_heads=config.num_slot_heads,
+            has_narrow_slots=config.kv_dtype is not None, num_slot_heads=config.num_slot_heads, delta=config.delta,
+            num_recurrent=sum(config.recurs),
         )  # fmt: skip
 
     @property
@@ -616,8 +620,8 @@ class LeanTarget(Target):
         source, where = read_config(folder), str(folder / "config.json")
         config = replace(ModelConfig.from_hf(source, where), kv_dtype=kv_dtype)
         runtime, layout = runtime_for(
-            dtype, device, config.head_dim, config.activation, is_dense=config.runs_dense, may_round=True,
-            prepack=prepack, quantize=quantize, fast=fast,
+            dtype, device, config.head_dim, config.activation, is_dense=config.moe is None, delta=config.delta,
+            may_round=True, prepack=prepack, quantize=quantize, fast=fast,
         )  # fmt: skip
         check_quantize(quantize, dtype, device, layout.runs)
         check_kv_dtype(kv_dtype, layout.runs)
@@ -763,7 +767,7 @@ class LeanTarget(Target):
         outputs = []
         for start in range(0, ids.shape[1], PREFILL_CHUNK):
             tree, prompts = DraftTree.chain(ids[:, start : start + PREFILL_CHUNK]), [ids.shape[1]] * rows
-            outputs.append(runner.forward(Entries(tree, [start] * rows, prompt_lengths=prompts)))
+            outputs.append(runner.forward(Entries(tree, [start] * rows, prompt_lengths=prompts, keeps_all=True)))
         logits = torch.cat([chunk for chunk, _ in outputs if chunk is not None], 1)
         taps = [chunk for _, chunk in outputs if chunk is not None]
         return TargetOutput(logits, torch.cat(taps, 1) if taps else None)

@@ -37,7 +37,7 @@ class GatedDelta(nn.Module):
         self, config: DeltaConfig, weight: Tensor, a_log: Tensor, dt_bias: Tensor, norm: Tensor, eps: float
     ) -> None:
         super().__init__()
-        self.config, self.eps = config, eps
+        self.config, self.eps, self.out_width = config, eps, config.values_width
         self.weight, self.norm = nn.Parameter(weight), nn.Parameter(norm)
         self.a_log, self.dt_bias = nn.Parameter(a_log), nn.Parameter(dt_bias)
 

@@ -7,11 +7,13 @@ import torch
 from draftwing.cpu.library import get_kernel
 from draftwing.cpu.program import ACTIVATIONS
 from draftwing.cpu.runner import KernelRuntime
+from draftwing.models.config import DeltaConfig
 from draftwing.models.linear import Layout
 from draftwing.runtime.forward import Runtime, TorchRuntime
 from draftwing.runtime.graphs import CudaRecorder, GraphRuntime
 
 _DIM = 32  # channels of a head that the kernel processes at a time
+_DELTA_DIM = 16  # the same in recurrent layers
 
 
 def runtime_for(
@@ -21,6 +23,7 @@ def runtime_for(
     activation: str,
     *,
     is_dense: bool,
+    delta: DeltaConfig | None = None,
     may_round: bool = False,
     prepack: bool = True,
     quantize: str | None = None,
@@ -30,19 +33,22 @@ def runtime_for(
 
     Args:
         is_dense: True if it has no experts.
+        delta: sizes of its recurrent layers, if it has any.
         may_round: True if ``dtype`` bfloat16 may mean float32 states that only products round.
         prepack: False keeps plain weights, for training.
         quantize: "int8", "q4" or None.
         fast: use 8 bits if the CPU kernel is faster with them: for draft networks, whose distribution is not output.
     """
     # The CPU kernel runs dense float32 or bfloat16 layers whose heads are whole vectors.
+    widths = () if delta is None else (delta.key_dim, delta.value_dim)
     is_supported = dtype == torch.float32 or (may_round and dtype == torch.bfloat16)
+    is_supported &= all(width % _DELTA_DIM == 0 for width in widths)
     is_supported &= device.type == "cpu" and is_dense and activation in ACTIVATIONS
     kernel = get_kernel() if prepack and is_supported and head_dim % _DIM == 0 and head_dim <= 1024 else None
     if kernel is not None:
         quantize = "int8" if fast and kernel.has_int8 else quantize
         return KernelRuntime(kernel), Layout("kernel", quantize, rounds=quantize is None and dtype == torch.bfloat16)
     layout = Layout("torch" if prepack else "plain", quantize)
-    if device.type == "cuda" and is_dense:
+    if device.type == "cuda" and is_dense and delta is None:
         return GraphRuntime(CudaRecorder(device)), layout
     return TorchRuntime(), layout

@@ -21,6 +21,7 @@ from torch import Tensor
 from draftwing.cpu.layout import NARROW_SLOTS
 from draftwing.models.attention import CausalAttention, TreeSlots, attention_over
 from draftwing.models.cache import KEY_BLOCK, KVCache, View, round_up
+from draftwing.models.config import DeltaConfig
 from draftwing.models.context import TargetOutput
 from draftwing.models.linear import MIN_ROWS
 from draftwing.models.paged import new_cache
@@ -52,6 +53,8 @@ class NetShape:
     has_plain_heads: bool = True  # see ``HeadTraits.is_plain``
     has_narrow_slots: bool = False  # keys and values in 8 bits, by the CPU kernel (``native/narrow_slots.h``)
     num_slot_heads: int = 0  # KV heads of a slot, if more than ``num_kv_heads`` (``ModelConfig.num_slot_heads``)
+    delta: DeltaConfig | None = None  # the sizes of recurrent layers
+    num_recurrent: int = 0  # number of these
     causal: Sequence[bool] = ()  # layers whose nodes see no later position; empty: none is marked (``SlotAttention``)
 
 
@@ -97,6 +100,8 @@ class Entries:
     # (L, K, S) float32 of one row, to which the attention weights of the S slots before its tree are added. The
     # entries' own slots are then read, not written.
     watched: Tensor | None = None
+    # The nodes are chains of tokens that are certain to be kept: recurrent states may advance past them at once.
+    keeps_all: bool = False
     rows: Tensor | None = None  # (B,) the row of each tree, on the device; None for those from ``first_row`` on
 
     @property
@@ -219,7 +224,7 @@ class Runner(ABC):
             chunk = ids[done : done + PREFILL_CHUNK]
             chain = DraftTree.chain(on_device([chunk], self.device))
             states = None if features is None else self.fuse(features[:, done : done + len(chunk)])
-            entries = Entries(chain, [start + done], row, states=states, prompt_lengths=prompts)
+            entries = Entries(chain, [start + done], row, states=states, prompt_lengths=prompts, keeps_all=True)
             piece = self.forward(entries, want_logits=False)[1]
             self.cache.states.commit(row, range(len(chunk)))
             pieces += [] if piece is None else [piece]

@@ -359,6 +359,14 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
             for (int part = 0; part < dim; part += 16) store(out + part, load(sums + part) / whole);
         }
     }
+    if (!op.is_gated) return;
+    for (int i = begin; i < end; ++i) {
+        const size_t place = static_cast<size_t>(row) * nodes + i;
+        const int first = kv_head * groups * dim;
+        const float* gates = qkv + place * width + (op.num_heads + 2 * op.num_kv_heads) * dim + first;
+        float* out = batch.buffers[op.target] + place * out_width + op.column + first;
+        for (int d = 0; d < groups * dim; d += 16) store(out + d, load(out + d) / (1.0f + exp_of(-load(gates + d))));
+    }
 }
 
 // A short convolution of a row's nodes along their paths, over the channels that the slots of one KV head hold: `num_in`

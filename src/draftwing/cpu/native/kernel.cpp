@@ -103,6 +103,7 @@ void draftwing_commit(const Batch* batch, int32_t layers, int32_t kv_heads, int3
         for (int d = 1; d < width && path[row * stride + d] >= 0; ++d) {
             const int64_t from = batch->lengths[row] + path[row * stride + d], to = batch->lengths[row] + d;
             if (from == to) continue;
+            move_input(*batch, row, path[row * stride + d], d);
             for (int layer = 0; layer < layers; ++layer)
                 for (int head = 0; head < kv_heads; ++head) {
                     float* keys = batch->cache + layer * batch->layer_stride + row * batch->row_stride + head * batch->head_stride;

@@ -15,7 +15,7 @@ constexpr int KEYS = 16;  // slots whose keys are stored transposed together
 constexpr int MAX_OPS = 1024;
 constexpr int NUM_BUFFERS = 16;
 
-enum Kind : int32_t { EMBED = 0, NORM = 1, LINEAR = 2, ATTEND = 3, COPY = 4, CONVOLVE = 5 };
+enum Kind : int32_t { EMBED = 0, NORM = 1, LINEAR = 2, ATTEND = 3, COPY = 4, CONVOLVE = 5, RECUR = 6 };
 enum RowForm : int32_t { AS_THEY_ARE = 0, ROUNDED = 1, SPLIT = 2, LEVELS = 3 };  // see layout.py
 
 }  // namespace
@@ -24,12 +24,12 @@ extern "C" {
 
 struct Op {
     int32_t kind, source, target, column;  // column: first column of the result in the target's rows
-    int32_t num_in, num_out, epilogue, format;  // format: of the weight; num_out of CONVOLVE: tokens
-    int32_t num_heads, num_kv_heads, head_dim, layer;
+    int32_t num_in, num_out, epilogue, format;  // format: of the weight; num_out of CONVOLVE and RECUR: tokens
+    int32_t num_heads, num_kv_heads, head_dim, layer;  // RECUR: value and key heads, width of a key head; num_in: of a value head
     int32_t window;  // 0: none
     int32_t first;  // of NORM and COPY: first column to read
     int32_t row_form;  // of LINEAR: how rows are converted for weights in BFLOAT16 or blocks
-    int32_t is_gated;  // of LINEAR with an activation: half of the outputs are gates of the others
+    int32_t is_gated;  // of LINEAR with an activation: half of the outputs are gates of the others; of ATTEND: gates follow values
     int32_t centers;  // the norm is a LayerNorm
     int32_t norms_rotated;  // of ATTEND: heads are normed after their rotation
     int32_t rotation_first, rotation_pairs;  // of ATTEND: the factors that it uses; 0 pairs: all, -1: none
@@ -66,6 +66,12 @@ struct Batch {
     int64_t view_row, view_layer, view_head;  // strides; 0: the same for all
     float* watch;  // sums of one row's attention weights, by layer and KV head; slots are then not written. Null: none
     int64_t watch_layer, watch_head;
+    float* states;  // of recurrent layers (recurrence.h)
+    float* kept;  // inputs of recurrent layers: of `kept_before` tokens, then of those that the states are not of
+    int64_t* marks;  // (rows, 2) the tokens that the states are of, and those that `kept` ends with
+    int64_t states_layer, states_row, kept_layer, kept_row, kept_width;
+    int32_t kept_before, num_recurrent;
+    int32_t keeps_all;  // the nodes are chains of tokens that are kept for certain
     float* buffers[NUM_BUFFERS];
     int32_t widths[NUM_BUFFERS];
 };

@@ -15,7 +15,7 @@
 
 #include <pthread.h>
 
-#include "attention.h"
+#include "recurrence.h"
 
 namespace {
 
@@ -72,6 +72,8 @@ void piece(const Run& run, const Step& step, int which, Rows& rows, bool& is_pre
         attend_piece(op, batch, step, which);
     } else if (op.kind == CONVOLVE) {
         convolve(op, batch, which / op.num_kv_heads, which % op.num_kv_heads);
+    } else if (op.kind == RECUR) {
+        recur(op, batch, which / op.num_kv_heads, which % op.num_kv_heads);
     } else if (op.kind == NORM) {
         norm_row(op, batch.buffers[op.source] + which * from + op.first, batch.buffers[op.target] + which * to + op.column,
                  op.epilogue == ADD);
@@ -215,7 +217,7 @@ void plan(Run& run, int which, int num_threads) {
         const int each = (batch.nodes + parts - 1) / parts;
         if (parts > 1) add(PREPARE, heads, batch.nodes);
         add(parts > 1 ? PREPARED : WHOLE, heads * ((batch.nodes + each - 1) / each), each);
-    } else if (op.kind == CONVOLVE) {
+    } else if (op.kind == CONVOLVE || op.kind == RECUR) {
         add(WHOLE, batch.rows * op.num_kv_heads, batch.nodes);
     } else {
         add(WHOLE, op.kind == NORM || op.kind == EMBED ? count : 1, 1);
@@ -233,6 +235,7 @@ void run_program(const Op* ops, int32_t num_ops, const Batch* batch, int32_t num
     run.num_steps = 0;
     for (int i = 0; i < num_ops; ++i) plan(run, i, num_threads);
     helpers.run_with_helpers(run);
+    if (std::any_of(ops, ops + num_ops, [](const Op& op) { return op.kind == RECUR; })) mark_states(*batch);
 }
 
 }  // namespace
