@@ -126,8 +126,8 @@ def compare(args: argparse.Namespace, work_dir: Path) -> None:
     write_cache(work_dir / "own", target, Batches(corpus, num_tokens, 1024), taps, **own)
 
     options = TrainOptions(
-        "eagle3", iterations=args.updates, max_length=1024, tokens_per_batch=1024 * len(corpus.examples), validation_share=0,
-        precision="no", taps=taps,
+        "eagle3", iterations=args.updates, max_length=1024, tokens_per_batch=1024 * len(corpus.examples),
+        validation_share=0, precision="no", taps=taps,
     )  # fmt: skip
     sessions = [
         prepare(
