@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import refused
+from conftest import kernel_size, refused
 from draftwing.cpu.library import get_kernel
 from draftwing.cpu.noise import noise_of
 from draftwing.cpu.runner import KernelRunner
 from draftwing.decode import Decoder
-from draftwing.errors import ConfigError
+from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.methods.base import Budget
 from draftwing.methods.calibration import NUM_COMPARED, Calibration
 from draftwing.methods.causal_lm import CausalLMDrafter
@@ -353,3 +353,26 @@ def test_a_target_without_hidden_states_is_named(folder_of):
     decoder.admit([4, 9, 30], Sampling(max_tokens=4))
     with refused(ConfigError, "the target's forward returned none", "TargetOutput.features"):
         decoder.step()
+
+
+def test_a_recurrent_draft_model_drafts_in_the_kernel_only(folder_of):
+    folder = folder_of("qwen3.5", **kernel_size("qwen3.5"))
+    in_torch = LeanTarget.from_folder(folder, torch.float64)
+    with refused(UnsupportedError, "has recurrent layers, which draft in the CPU kernel only", "lookup"):
+        CausalLMDrafter(in_torch, in_torch.vocab_size)
+    if get_kernel() is None:
+        pytest.skip("no kernel")
+    target, draft = (LeanTarget.from_folder(folder, torch.float32) for _ in range(2))
+    for budget in (Budget(3), Budget(3, 3, 9)):
+        texts, numbers = [], []
+        for drafter in (None, CausalLMDrafter(draft, draft.vocab_size)):
+            decoder = Decoder(target, drafter, budget=budget)
+            for row in range(2):
+                decoder.admit([3, 4, 5 + row], Sampling(temperature=1.0, max_tokens=13, seed=row, ignore_eos=True))
+            rows = []
+            while decoder.num_running:
+                rows += decoder.step().rows
+            texts.append([[token for row in rows if row.request_id == n for token in row.token_ids] for n in range(2)])
+            numbers.append((sum(row.num_accepted for row in rows), sum(row.depth for row in rows)))
+        assert texts[0] == texts[1]
+        assert numbers[1][0] == numbers[1][1] > 0  # it is the target, and guesses all tokens

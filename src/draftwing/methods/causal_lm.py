@@ -97,6 +97,11 @@ class CausalLMDrafter(NetDrafter):
                 f"draft model {model.name} has a vocabulary of {model.vocab_size}, the target {target_vocab_size}: "
                 f"with another tokenizer, the target's must be known; give it, or choose draft='lookup'"
             )
+        if model.net.shape.num_recurrent and model.runs.name != "kernel":
+            raise UnsupportedError(
+                f"draft model {model.name} has recurrent layers, which draft in the CPU kernel only: load it there, in "
+                f"float32, bfloat16 or int8, or choose draft='lookup'"
+            )
         self.model, self._calibration = model, calibration or Calibration()
         self._num_tokens = model.net.num_tokens if isinstance(model.net, ResizedNet) else target_vocab_size
         self.name = f"causal-lm ({model.name})"
