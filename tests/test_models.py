@@ -523,13 +523,19 @@ def test_the_progress_of_a_long_download(index, monkeypatch):
     assert all(re.fullmatch(r"fetching tiny: [\d.]+ of 2\.6 MB", line) for line in lines)
 
 
-def test_a_bar_on_a_terminal(index, capfd, monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")
+def test_a_bar_on_a_terminal(index, monkeypatch):
+    class Screen(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr(resolve, "POLL_INTERVAL_S", 0.01)
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
     index.pip_does("time.sleep(0.5)", "shutil.copy(wheel, into)")
     index.fetch()
-    shown = re.sub(r"\x1b\[[\d;?]*\w", "", capfd.readouterr().err)
+    shown = re.sub(r"\x1b\[[\d;?]*\w", "", screen.getvalue())
     assert "fetching tiny: 0.0 MB, once" in shown
     assert "tiny ━━━━" in shown
     assert " of " not in shown

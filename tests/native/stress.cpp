@@ -75,7 +75,7 @@ struct World {
         Batch out{};
         out.rows = ROWS, out.nodes = out.tree_nodes = nodes;
         out.tokens = tokens, out.parents = parents, out.lengths = lengths;
-        out.rotary_half = DIM / 2, out.rotation = rotation.data(), out.cache = cache.data();
+        out.rotary_half = DIM / 2, out.key_block = KEYS, out.rotation = rotation.data(), out.cache = cache.data();
         out.layer_stride = ROWS * 2 * SLOTS * DIM, out.value_stride = SLOTS * DIM;
         out.row_stride = 2 * SLOTS * DIM, out.head_stride = SLOTS * DIM;
         memcpy(out.buffers, buffers, sizeof(buffers));

@@ -398,7 +398,7 @@ def _progress(name: str, total: int, folder: Path) -> Iterator[Callable[[int], N
             _report(f"fetching {name}: {min(done, total) / 1e6:,.1f} of {total / 1e6:,.1f} MB")
 
     _report(f"fetching {name}: {total / 1e6:,.1f} MB, once, to {folder}")
-    if not (console.is_terminal and sys.stderr.isatty()):  # FORCE_COLOR makes rich take a pipe for a terminal
+    if not (console.is_terminal and console.file.isatty()):  # FORCE_COLOR makes rich take a pipe for a terminal
         yield report
         return
     columns = (TextColumn(name), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
