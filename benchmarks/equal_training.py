@@ -55,7 +55,7 @@ def train(name: str, length: tuple[float, float | None], target: str | None, cac
     """Return the folder of a finished run. ``length``: minutes, or tokens if they are given."""
     said = {"method": name, **COMMON, **METHODS[name]}
     if said["method"] in READS_SEVERAL:
-        *taps, _ = FeatureCache(cache).info.states  # the last one is the distribution's
+        *taps, _ = FeatureCache(cache).info.states  # the last one is the LM head's
         said["taps"] = tuple(taps)
     minutes, tokens = length
     if tokens is None:

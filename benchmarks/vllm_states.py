@@ -15,7 +15,6 @@ import json
 import os
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +57,8 @@ def work() -> None:
         },
     )
     sampling = SamplingParams(temperature=0.0, max_tokens=1)
-    for prompts in (
-        job["prompts"],
-        job["prompts"][:1],
-    ):  # in one process, states are written in the step after the last
+    # In one process states are written in the step after a request's last one: the first prompt is read again.
+    for prompts in (job["prompts"], job["prompts"][:1]):
         llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
     with answer:
         json.dump({"done": True}, answer)
@@ -131,7 +128,7 @@ def compare(args: argparse.Namespace, work_dir: Path) -> None:
     )  # fmt: skip
     sessions = [
         prepare(
-            RunFiles("toy", [], cache=work_dir / name), replace(options), work_dir / f"run-{name}",
+            RunFiles("toy", [], cache=work_dir / name), options, work_dir / f"run-{name}",
             dtype="float32", device="cpu", layers=name == "own",
         )
         for name in ("own", "vllm")

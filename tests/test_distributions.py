@@ -19,7 +19,7 @@ from draftwing.noise import KeyedNoise
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.tree import PAD, DraftTree
 
-NodeDistribution = Callable[[tuple[int, ...]], Tensor]  # of the token after a path
+NextToken = Callable[[tuple[int, ...]], Tensor]  # (V,) probabilities after a path
 KINDS = ("random", "zeros", "equal", "rounded", "one-hot p", "one-hot q", "disjoint", "mixed")
 RULE = {
     "with replacement": partial(multi_round, replacement=True),
@@ -82,7 +82,7 @@ def depth_of(parents: list[int]) -> int:
     return max(depths)
 
 
-def tables(kind: str, vocab: int, seed: int) -> tuple[NodeDistribution, NodeDistribution]:
+def tables(kind: str, vocab: int, seed: int) -> tuple[NextToken, NextToken]:
     """p and q after every path, random or degenerate; ``mixed`` takes another kind after each path."""
     made: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
@@ -106,7 +106,7 @@ def tables(kind: str, vocab: int, seed: int) -> tuple[NodeDistribution, NodeDist
     return lambda path: make(path)[0], lambda path: make(path)[1]
 
 
-def grow(parents: list[int], q: NodeDistribution, draws: Enumerated, *, replacement: bool):
+def grow(parents: list[int], q: NextToken, draws: Enumerated, *, replacement: bool):
     """Fill a shape from the top with draws of q; children for whom q has nothing left are not there."""
     paths: list[tuple[int, ...] | None] = [()]
     tokens, kept_parents, place = [0], [-1], {0: 0}
@@ -129,7 +129,7 @@ def grow(parents: list[int], q: NodeDistribution, draws: Enumerated, *, replacem
     return tokens, kept_parents, [path for path in paths if path is not None]
 
 
-def deviation(rule: str, parents: list[int], p: NodeDistribution, q: NodeDistribution, vocab: int) -> float:
+def deviation(rule: str, parents: list[int], p: NextToken, q: NextToken, vocab: int) -> float:
     """The largest difference between the distribution of the first depth + 1 emitted tokens and p's."""
 
     def run(draws: Enumerated) -> tuple[int, ...]:
@@ -181,7 +181,7 @@ def test_chains_keep_the_distribution(rule, kind):
     assert deviation(rule, CHAINS[4], *tables(kind, 3, 5), 3) < 1e-12
 
 
-def mean_kept(rule: str, parents: list[int], p: NodeDistribution, q: NodeDistribution) -> float:
+def mean_kept(rule: str, parents: list[int], p: NextToken, q: NextToken) -> float:
     def run(draws: Enumerated) -> tuple[int, ...]:
         tokens, above, paths = grow(parents, q, draws, replacement=True)
         distributions = torch.stack([p(path) for path in paths]), torch.stack([q(path) for path in paths])

@@ -1,4 +1,4 @@
-"""What the inspector draws of a step, against the step's own numbers; the distributions of its nodes; lessons."""
+"""The inspector's traces and lessons agree with the steps that they show; distributions at the nodes of a tree."""
 
 import itertools
 import json

@@ -47,9 +47,10 @@ class KernelStates:
     def commit(self, row: int, nodes: Sequence[int]) -> None:
         """Do nothing: the next forward finds the inputs of the accepted nodes."""
 
-    def set_batch(self, batch: BatchStruct) -> None:
-        """Write the fields of ``batch`` that only growing changes, for the rows from the first on."""
-        batch.states, batch.kept, batch.marks = (part.data_ptr() for part in (self._states, self._kept, self._marks))
+    def set_batch(self, batch: BatchStruct, first_row: int = 0) -> None:
+        """Write where the states and inputs of the rows from ``first_row`` on lie."""
+        batch.states, batch.kept = (part[:, first_row:].data_ptr() for part in (self._states, self._kept))
+        batch.marks = self._marks[first_row:].data_ptr()
         batch.states_layer, batch.states_row = self._states.stride()[:2]
         batch.kept_layer, batch.kept_row, batch.kept_width = self._kept.stride()[:3]
         batch.kept_before, batch.num_recurrent = self._before, len(self._states)
@@ -70,11 +71,8 @@ class KernelStates:
                     f"a row of {length} tokens cannot be continued with the recurrent states of {start} tokens, "
                     f"followed by {end - start} others: prefill the row again"
                 )
-        self.set_batch(batch)
+        self.set_batch(batch, first_row)
         batch.keeps_all = int(keeps_all)
-        for name, part in (("states", self._states), ("kept", self._kept)):
-            setattr(batch, name, part.data_ptr() + 4 * first_row * part.stride(1))
-        batch.marks = self._marks.data_ptr() + 8 * first_row * 2
 
     def _reserve(self, num_rows: int, num_kept: int) -> None:
         layers, rows, kept, width = self._kept.shape

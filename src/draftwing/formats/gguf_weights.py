@@ -93,10 +93,8 @@ def _find_places(file: GgufFile) -> dict[str, _TensorPlace]:
     parts |= {part: parts[usual] for part, usual in traits.renamed.items()}
     outside = _OUTSIDE_LAYERS
     if family.conv_size is not None:
-        outside, parts = (
-            {**outside, "token_embd_norm.weight": f"{family.names.final_norm}.weight"},
-            parts | _CONVOLUTION,
-        )
+        outside = {**outside, "token_embd_norm.weight": f"{family.names.final_norm}.weight"}
+        parts |= _CONVOLUTION
     heads: dict[str, int] = {}
     if traits.has_pairs:
         heads["attn_q"] = file.metadata.integer(f"{prefix}head_count", minimum=1)

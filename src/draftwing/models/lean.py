@@ -165,10 +165,8 @@ def _reordered(parts: list[Stored], rows: Tensor | None) -> list[Stored]:
     if len(parts) == 1:  # any number of rows
         return [replace(parts[0], data=parts[0].data[rows])]
     ends = torch.tensor([part.num_out for part in parts]).cumsum(0)
-    starts, (owners, counts) = (
-        [0, *ends.tolist()],
-        torch.unique_consecutive(torch.bucketize(rows, ends, right=True), return_counts=True),
-    )
+    starts = [0, *ends.tolist()]
+    owners, counts = torch.unique_consecutive(torch.bucketize(rows, ends, right=True), return_counts=True)
     return [
         replace(parts[owner], data=parts[owner].data[piece - starts[owner]])
         for owner, piece in zip(owners.tolist(), torch.split(rows, counts.tolist()), strict=True)
@@ -480,8 +478,8 @@ class TappedNet:
             config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim, config.sliding_windows,
             config.vocab_size, out_width=config.hidden_size * len(self.taps),
             has_plain_heads=all(layer.traits.is_plain and layer.mixer is None for layer in self.layers),
-            has_narrow_slots=config.kv_dtype is not None, num_slot_heads=config.num_slot_heads, delta=config.delta,
-            num_recurrent=sum(config.recurs),
+            narrow_width=0 if config.kv_dtype is None else config.slot_width, num_slot_heads=config.num_slot_heads,
+            delta=config.delta, num_recurrent=sum(config.recurs),
         )  # fmt: skip
 
     @property

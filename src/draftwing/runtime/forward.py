@@ -51,7 +51,9 @@ class NetShape:
     is_shifted: bool = True  # True if an entry reads its token, False if it reads that of its parent
     is_sparse: bool = False  # True if its logits leave tokens out, which hold -inf
     has_plain_heads: bool = True  # see ``HeadTraits.is_plain``
-    has_narrow_slots: bool = False  # keys and values in 8 bits, by the CPU kernel (``native/narrow_slots.h``)
+    narrow_width: int = (
+        0  # words of a head's keys in a slot of 8 bits (``ModelConfig.slot_width``); 0: slots hold numbers
+    )
     num_slot_heads: int = 0  # KV heads of a slot, if more than ``num_kv_heads`` (``ModelConfig.num_slot_heads``)
     delta: DeltaConfig | None = None  # the sizes of recurrent layers
     num_recurrent: int = 0  # number of these
@@ -133,7 +135,7 @@ class Runner(ABC):
         self.net, self.device = net, net.device
         shape = net.shape
         heads = max(shape.num_slot_heads, shape.num_kv_heads)
-        slot = (shape.head_dim // 4 + 1, NARROW_SLOTS) if shape.has_narrow_slots else (shape.head_dim, net.dtype)
+        slot = (shape.narrow_width, NARROW_SLOTS) if shape.narrow_width else (shape.head_dim, net.dtype)
         self.cache = cache or new_cache(shape.num_layers, heads, *slot, self.device)
 
     @abstractmethod
