@@ -31,7 +31,7 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     import draftwing as dw
@@ -89,12 +89,17 @@ def set_up(env: Path) -> None:
 # --- vLLM's side -----------------------------------------------------------------------------------------------------
 
 
-def work() -> None:
-    """Read a job on standard input, write what vLLM made of it on standard output."""
+def read_job() -> tuple[dict[str, Any], TextIO]:
+    """Read a worker's job on standard input; return it, and the file for its answer."""
     # vLLM logs to standard output: that becomes standard error, and the answer's pipe is kept aside.
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    job: dict[str, Any] = json.load(sys.stdin)
+    return json.load(sys.stdin), answer
+
+
+def work() -> None:
+    """Read a job on standard input, write what vLLM made of it on standard output."""
+    job, answer = read_job()
 
     from vllm import LLM, SamplingParams
 

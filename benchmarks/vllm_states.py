@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from vllm_handover import ROOT, ask_vllm, env_python
+from vllm_handover import ROOT, ask_vllm, env_python, read_job
 
 LAYERS = (2, 4, 5, 8)  # EAGLE-3's taps in the toy, and the output of its last layer
 CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector"
@@ -29,9 +28,7 @@ CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_
 
 def work() -> None:
     """Read a job on standard input, and write hidden states to its folder."""
-    answer = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    job: dict[str, Any] = json.load(sys.stdin)
+    job, answer = read_job()
 
     from importlib import import_module
 
