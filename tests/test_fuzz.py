@@ -28,6 +28,7 @@ import torch
 import draftwing as dw
 from conftest import add_tokenizer, build
 from draftwing.errors import DraftwingError, shown
+from draftwing.formats.settings import is_head_config, read_settings
 from draftwing.formats.write import write_head
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
 from draftwing.methods.registry import METHODS
@@ -537,6 +538,30 @@ def pair(world, tmp_path_factory):
     config = EagleConfig.for_target(3, ModelConfig.from_hf(read_config(world.folder)))
     write_head(folder / "head", EagleNet(config, world.target.embedding.plain(), world.target.head))
     return folder
+
+
+# Keys of foreign heads, with values that are right.
+FOREIGN = {
+    "architectures": ["LlamaForCausalLMEagle3"], "layer_types": ["full_attention"], "sliding_window": None,
+    "rope_scaling": {"rope_type": "default"}, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    "quantization_config": None, "truncated_vocab_size": None, "use_sliding_window": None, "draft_vocab_size": 10,
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, "num_hidden_layers": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["ours", "eagle", "speculators"])
+def test_every_value_of_a_heads_config(pair, layout):
+    config = json.loads((pair / "head" / "config.json").read_text()) | FOREIGN
+    if layout != "ours":
+        del config["draftwing"]
+    for key in [*config, "draftwing", "speculators_model_type", "speculators_config", "dflash_config", "model_type"]:
+        for value in [*VALUES, [["x"]], [{}]]:
+            damaged = {**config, key: value}
+            if layout == "speculators":
+                damaged = {"speculators_model_type": "eagle3", "transformer_layer_config": damaged, key: value}
+            for read in (is_head_config, lambda config: read_settings(config, "w"), ModelConfig.from_hf):
+                with works_or_refuses(f"{key}: {value!r:.40}"):
+                    read(damaged)
 
 
 @pytest.mark.parametrize(("seed", "count"), [(0, 40), pytest.param(1, 500, marks=pytest.mark.full)])

@@ -114,8 +114,7 @@ def is_head_config(config: Mapping[str, Any]) -> bool | None:
         return True
     if claimed_version(config) is not None or config.get("eagle_config") or is_medusa(config) or dflash_kind(config):
         return True
-    names = config.get("architectures")
-    if config.get("model_type") in ("eagle", "gemma4_assistant") or "eagle" in str(names).lower():
+    if config.get("model_type") in ("eagle", "gemma4_assistant") or "eagle" in str(config.get("architectures")).lower():
         return True
     layers = config.get("num_hidden_layers")
     return None if isinstance(layers, int) and 1 <= layers <= MAX_LAYERS else False
@@ -133,8 +132,7 @@ def dflash_kind(config: Mapping[str, Any]) -> str | None:
     """Return ``dflash`` or ``dspark`` for another project's config of that family; None for others."""
     if "draftwing" in config:
         return None
-    names = config.get("architectures")
-    text = " ".join(map(str, names if isinstance(names, list) else [])) + f" {config.get('speculators_model_type')}"
+    text = " ".join(_class_names(config)) + f" {config.get('speculators_model_type')}"
     if "dspark" in text.lower():
         return "dspark"
     return "dflash" if re.search("dflash|domino", text.lower()) or "dflash_config" in config else None
@@ -142,11 +140,15 @@ def dflash_kind(config: Mapping[str, Any]) -> str | None:
 
 def claimed_version(config: Mapping[str, Any]) -> int | None:
     """Return 1 or 3 by the class name in a config; None if it does not tell."""
-    names = config.get("architectures")
-    for name in names if isinstance(names, list) else []:
+    for name in _class_names(config):
         if name in _VERSIONS:
             return _VERSIONS[name]
     return 3 if config.get("draft_vocab_size") not in (None, config.get("vocab_size")) else None
+
+
+def _class_names(config: Mapping[str, Any]) -> list[str]:
+    names = config.get("architectures")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def read_settings(config: Mapping[str, Any], where: str) -> HeadSettings:
@@ -263,13 +265,13 @@ def _refuse_unsupported(
 ) -> None:
     """Raise UnsupportedError for features that the weights alone would not show."""
     kind = shape.get("model_type", "llama")
-    classes = config.get("architectures")
-    parallel = [name for name in classes if "peagle" in str(name).lower()] if isinstance(classes, list) else []
+    parallel = [name for name in _class_names(config) if "peagle" in name.lower()]
     found = first_refused({key: plain for key, (plain, _) in _REFUSED.items()}, shape, config)
     special = f"`{found[0]}` is {found[1]!r:.60}: {_REFUSED[found[0]][1]}" if found else ""
     rope = shape.get("rope_scaling") or shape.get("rope_parameters") or {}
     rope_type = (rope.get("rope_type") or rope.get("type") or "default") if isinstance(rope, Mapping) else "default"
-    has_window = "sliding_attention" in (shape.get("layer_types") or [])
+    kinds = shape.get("layer_types")
+    has_window = isinstance(kinds, list) and "sliding_attention" in kinds
     is_truncated = config.get("truncated_vocab_size") not in (None, shape.get("vocab_size"))
     for condition, feature in (
         (config.get("quantization_config"), "`quantization_config` is set: its weights are quantised"),
