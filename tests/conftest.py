@@ -252,8 +252,8 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-# Mixtures of experts, which run in PyTorch on CPUs.
-MIXTURES = ("qwen3-next", "granitemoe", "qwen2-moe", "olmoe", "gpt-oss", "deepseek-v2", "deepseek-v3")
+# Families with latent attention, which run in PyTorch on CPUs.
+LATENT = ("deepseek-v2", "deepseek-v3")
 
 
 def kernel_size(family: str) -> dict[str, int]:

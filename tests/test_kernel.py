@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from conftest import FURTHER, MIXTURES, build, kernel_size, refused
+from conftest import FURTHER, LATENT, build, kernel_size, refused
 from draftwing.accept import _along, _walk, match, match_logits
 from draftwing.cpu.library import get_kernel, kernel_problem
 from draftwing.cpu.noise import NativeNoise
@@ -48,7 +48,7 @@ FAMILIES = {
         },
     ),
 }
-FAMILIES |= {name: (name, kernel_size(name)) for name in FURTHER if name not in MIXTURES}
+FAMILIES |= {name: (name, kernel_size(name)) for name in FURTHER if name not in LATENT}
 FAMILIES["qwen3-next-dense"] = ("qwen3-next", {"head_dim": 32, "num_experts": 0})
 PARENTS = [-1, 0, 0, 1, 1, 2, 5, 3, -1]
 

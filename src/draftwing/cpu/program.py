@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, get_num_threads
 
-from draftwing.cpu.layout import NUM_BUFFERS, AcceptStruct, BatchStruct, Op
+from draftwing.cpu.layout import NUM_BUFFERS, AcceptStruct, BatchStruct, Expert, Op
 from draftwing.cpu.library import Kernel
 from draftwing.cpu.packed import Packed
 from draftwing.errors import ConfigError, UnsupportedError
@@ -24,8 +24,10 @@ from draftwing.models.attention import Heads
 from draftwing.models.recurrent import GatedDelta
 
 ACTIVATIONS = {"silu": 2, "gelu": 3, "gelu_pytorch_tanh": 4, "relu2": 5}
-_EMBED, _NORM, _LINEAR, _ATTEND, _COPY, _CONVOLVE, _RECUR = range(7)
-_STORE, _ADD = 0, 1
+_EMBED, _NORM, _LINEAR, _ATTEND, _COPY, _CONVOLVE, _RECUR, _ROUTE, _EXPERTS, _COMBINE = range(10)
+_STORE, _ADD, _CLAMPED = 0, 1, 6
+_SCORES = ("softmax", "chosen", "sigmoid")
+MAX_EXPERTS = 1024  # of a layer
 _NO_SOURCE = -1
 
 
@@ -46,6 +48,21 @@ def _norm_fields(norm: NormLike) -> dict[str, Any]:
     return {**fields, "centers": 1} if norm.centers else fields
 
 
+class RoutingLike(Protocol):
+    """See ``models.layers.Routing``."""
+
+    num_per_token: int
+    scores: str
+    normalise: bool
+    groups: tuple[int, int] | None
+    group_by: str | None
+    scale: float
+
+
+def _padded(width: int) -> int:
+    return -(-width // 16) * 16
+
+
 class Program:
     """Operations over buffers of rows, shared by all runners of a network.
 
@@ -62,7 +79,7 @@ class Program:
         self._ops: list[Op] = []
         self.values: list[_Value] = []
         self._places: list[int] = []
-        self._kept: list[Tensor] = []  # tensors that the operations point to
+        self._kept: list[Any] = []  # tensors and arrays that the operations point to
 
     def __len__(self) -> int:
         return len(self._ops)
@@ -73,7 +90,7 @@ class Program:
 
     def scratch(self, width: int) -> int:
         """A new value (R, width)."""
-        return self._new(-(-width // 16) * 16, is_given=False)
+        return self._new(_padded(width), is_given=False)
 
     def output(self, value: Traced) -> int:
         """Make ``value`` an output, for which every run provides memory; returns its number."""
@@ -97,10 +114,14 @@ class Program:
                 kept = value.detach().contiguous()
                 self._kept.append(kept)
                 fields[name] = kept.data_ptr()
-        for number in (target, source):
+        for number in (target, source, fields.get("routes", _NO_SOURCE)):
             if number >= 0:
                 self.values[number].see(len(self._ops))
         self._ops.append(Op(target=target, source=target if source < 0 else source, **fields))
+
+    def keep(self, *arrays: Any) -> None:
+        """Keep what an operation's addresses point to alive."""
+        self._kept.extend(arrays)
 
     def finish(self) -> Program:
         """Assign places to the values; no operation may be added afterwards."""
@@ -123,6 +144,7 @@ class Program:
         self._places = [value.place for value in self.values]
         for op in self._ops:
             op.source, op.target = self._places[op.source], self._places[op.target]
+            op.routes = self._places[op.routes]
         self.ops, self.num_ops = (Op * len(self._ops))(*self._ops), len(self._ops)
         return self
 
@@ -294,6 +316,23 @@ class Traced:
             column += part.num_out
         return out
 
+    def routed(self, routing: RoutingLike, bias: Tensor | None = None) -> Routed:
+        """Choose experts by these scores (R, experts); see ``models.layers.Routing``."""
+        scores, (num_groups, num_kept), k = self.settled(), routing.groups or (0, 0), routing.num_per_token
+        if self.width > MAX_EXPERTS:
+            raise UnsupportedError(
+                f"the CPU kernel runs layers of at most {MAX_EXPERTS} experts, found {self.width}: load the model with "
+                f"DRAFTWING_KERNEL=off in the environment"
+            )
+        routes = self.program.scratch(4 * k + 2 * self.width + 2)
+        sizes = {"num_experts": self.width, "num_chosen": k}
+        self.program.add(
+            routes, scores.buffer, kind=_ROUTE, scores=_SCORES.index(routing.scores), normalises=routing.normalise,
+            num_groups=num_groups, num_kept_groups=num_kept, sums_two=routing.group_by == "two", scale=routing.scale,
+            bias=None if bias is None else bias.float(), **sizes,
+        )  # fmt: skip
+        return Routed(self.program, routes, sizes)
+
     def _overwritten(self) -> Traced:
         """A value that may be overwritten: this one, or a copy if it is lazy or provided by the caller."""
         self._check()
@@ -304,6 +343,63 @@ class Traced:
             return copy
         value.version += 1
         return replace(self, version=value.version)
+
+
+@dataclass(frozen=True)
+class Routed:
+    """The experts of each row, and their weights."""
+
+    program: Program = field(repr=False)
+    buffer: int
+    sizes: dict[str, int]
+
+    def linear(
+        self,
+        x: Traced,
+        experts: Sequence[Packed],
+        *,
+        gathers: bool,
+        activation: str | None = None,
+        clamp: tuple[float, float] | None = None,
+        scale: float = 1.0,
+    ) -> Traced:
+        """The matrices (in, out) of experts times the rows that chose them: of each row's pairs (R, k * padded out).
+
+        Args:
+            gathers: x (R, in) is that of each row instead of each pair's (R, k * padded in).
+            clamp: (alpha, limit) of the activation of ``ClampedMLP``, instead of ``activation``.
+        """
+        num_out = experts[0].num_out
+        width = self.sizes["num_chosen"] * _padded(num_out)
+        table = (Expert * len(experts))(*(
+            Expert(
+                *(None if part is None else part.data_ptr() for part in (each.weight, each.scales, each.sums, each.bias)),
+                each.format.code, each.row_form,
+            )
+            for each in experts
+        ))  # fmt: skip
+        self.program.keep(table, *experts)
+        out = Traced(self.program, self.program.scratch(width), width)
+        epilogue = _STORE if activation is None else ACTIVATIONS[activation]
+        fields: dict[str, Any] = {"scale": scale} if scale != 1 else {}
+        if clamp is not None:
+            epilogue, fields = _CLAMPED, {"eps": clamp[0], "cap": clamp[1]}
+        self.program.add(
+            out.buffer, x.settled().buffer, kind=_EXPERTS, routes=self.buffer, gathers=gathers, num_in=experts[0].num_in,
+            num_out=num_out, is_gated=experts[0].gated, epilogue=epilogue, weight=ctypes.addressof(table),
+            **self.sizes, **fields,
+        )  # fmt: skip
+        return out
+
+    def combine(self, pairs: Traced, width: int, residual: Traced | None = None) -> Traced:
+        """(R, width): the weighted sum of each row's pairs (R, k * padded width), plus ``residual`` if given."""
+        program = self.program
+        out = Traced(program, program.scratch(width), width) if residual is None else residual._overwritten()
+        program.add(
+            out.buffer, pairs.buffer, kind=_COMBINE, routes=self.buffer, num_in=width,
+            epilogue=_STORE if residual is None else _ADD, **self.sizes,
+        )  # fmt: skip
+        return out
 
 
 def join(parts: Sequence[Traced]) -> Traced:

@@ -285,7 +285,7 @@ class DraftNet(nn.Module, ABC):
         mlps = [module for module in self.modules() if isinstance(module, GatedMLP)]
         activation, head_dim = mlps[0].activation_name if mlps else "silu", self.shape.head_dim
         runtime, layout = runtime_for(
-            self.dtype, self.device, head_dim, activation, is_dense=self.is_traceable, quantize=quantize, fast=fast
+            self.dtype, self.device, head_dim, activation, is_traceable=self.is_traceable, quantize=quantize, fast=fast
         )
         num_weights = sum(module.weight.numel() for module in self.modules() if isinstance(module, Linear))
         if fast and layout == Layout("kernel", "int8") and num_weights > MAX_CACHED:

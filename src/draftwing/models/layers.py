@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -204,10 +204,15 @@ class SharedExpert(nn.Module):
         super().__init__()
         self.mlp, self.gate = mlp, gate
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(R, H) -> (R, H)."""
-        out: Tensor = self.mlp.forward(x)
-        return out if self.gate is None else out * self.gate.forward(x).sigmoid()
+    def forward(self, x: Any, residual: Any = None) -> Any:
+        """(R, H) -> (R, H), plus ``residual`` if given."""
+        if self.gate is None:
+            return self.mlp.forward(x, residual)
+        out = self.mlp.forward(x)
+        if isinstance(x, Traced):
+            return self.gate.forward(x).routed(Routing(1, "sigmoid")).combine(out, x.width, residual)
+        out = out * self.gate.forward(x).sigmoid()
+        return out if residual is None else residual + out
 
 
 @dataclass(frozen=True)
@@ -269,8 +274,10 @@ class Experts(nn.Module):
         shared = 0 if self.shared is None else self.shared.mlp.num_bytes
         return self.router.num_bytes + self.routing.num_per_token * expert.num_bytes + shared
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Any, residual: Any = None) -> Any:
         """(R, H) -> (R, H), plus ``residual`` if given. The results of the experts are summed in their order."""
+        if isinstance(x, Traced):
+            return self._trace(x.settled(), residual)
         weights, chosen = self.routing.choose(self.router.forward(x), self.bias)
         weights = weights.to(x.dtype)
         out = torch.zeros_like(x)
@@ -278,8 +285,19 @@ class Experts(nn.Module):
             rows, places = (chosen == index).nonzero(as_tuple=True)
             out.index_add_(0, rows, self.experts[index](x[rows]) * weights[rows, places, None])
         if self.shared is not None:
-            out = out + self.shared.forward(x)
+            out = self.shared.forward(x, out)
         return out if residual is None else residual + out
+
+    def _trace(self, x: Traced, residual: Traced | None) -> Traced:
+        routed = self.router.forward(x).routed(self.routing, self.bias)
+        if self.shared is not None:
+            residual = self.shared.forward(x, residual)
+        experts = [cast(GatedMLP, expert) for expert in self.experts]
+        clamp = (experts[0].alpha, experts[0].limit) if isinstance(experts[0], ClampedMLP) else None
+        ups, downs = [expert.gate_up.packed[0] for expert in experts], [expert.down.packed[0] for expert in experts]
+        pairs = routed.linear(x, ups, gathers=True, activation=experts[0].activation_name, clamp=clamp)
+        pairs = routed.linear(pairs, downs, gathers=False, scale=experts[0].down.scale)
+        return routed.combine(pairs, x.width, residual)
 
 
 class LatentProjection(nn.Module):

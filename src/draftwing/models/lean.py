@@ -372,7 +372,8 @@ def _read_experts(
         )
         experts = []
         for gate_up, down in zip(gate_ups, downs, strict=True):
-            both, last = (Linear(matrix.contiguous()).lay_out(reader.layout) for matrix in (gate_up, down))
+            both = Linear(gate_up.contiguous()).lay_out(reader.layout, gated=True)
+            last = Linear(down.contiguous()).lay_out(reader.layout)
             last.scale = config.residual_scale
             experts.append(GatedMLP(both, last, config.activation))
     else:
@@ -414,7 +415,7 @@ def _read_clamped(reader: Reader, config: ModelConfig, names: ExpertTraits, base
     halves = torch.arange(2 * width).view(-1, 2).T.flatten()
     return [
         ClampedMLP(
-            Linear(gate_ups(expert)[halves].contiguous(), biases[0][expert][halves]).lay_out(reader.layout),
+            Linear(gate_ups(expert)[halves].contiguous(), biases[0][expert][halves]).lay_out(reader.layout, gated=True),
             Linear(downs(expert).contiguous(), biases[1][expert]).lay_out(reader.layout),
             *moe.clamp,
         )
@@ -619,7 +620,7 @@ class LeanTarget(Target):
         config = replace(ModelConfig.from_hf(source, where), kv_dtype=kv_dtype)
         runtime, layout = runtime_for(
             dtype, device, config.head_dim, config.activation, is_dense=config.moe is None, delta=config.delta,
-            may_round=True, prepack=prepack, quantize=quantize, fast=fast,
+            is_traceable=config.latent is None, may_round=True, prepack=prepack, quantize=quantize, fast=fast,
         )  # fmt: skip
         check_quantize(quantize, dtype, device, layout.runs)
         check_kv_dtype(kv_dtype, layout.runs)

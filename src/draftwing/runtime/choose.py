@@ -22,7 +22,8 @@ def runtime_for(
     head_dim: int,
     activation: str,
     *,
-    is_dense: bool,
+    is_dense: bool = True,
+    is_traceable: bool = True,
     delta: DeltaConfig | None = None,
     may_round: bool = False,
     prepack: bool = True,
@@ -33,22 +34,23 @@ def runtime_for(
 
     Args:
         is_dense: True if it has no experts.
+        is_traceable: True if the CPU kernel has all of its operations.
         delta: sizes of its recurrent layers, if it has any.
         may_round: True if ``dtype`` bfloat16 may mean float32 states that only products round.
         prepack: False keeps plain weights, for training.
         quantize: "int8", "q4" or None.
         fast: use 8 bits if the CPU kernel is faster with them: for draft networks, whose distribution is not output.
     """
-    # The CPU kernel runs dense float32 or bfloat16 layers whose heads are whole vectors.
+    # The CPU kernel runs float32 or bfloat16 layers whose heads are whole vectors.
     widths = () if delta is None else (delta.key_dim, delta.value_dim)
     is_supported = dtype == torch.float32 or (may_round and dtype == torch.bfloat16)
     is_supported &= all(width % _DELTA_DIM == 0 for width in widths)
-    is_supported &= device.type == "cpu" and is_dense and activation in ACTIVATIONS
+    is_supported &= device.type == "cpu" and is_traceable and activation in ACTIVATIONS
     kernel = get_kernel() if prepack and is_supported and head_dim % _DIM == 0 and head_dim <= 1024 else None
     if kernel is not None:
         quantize = "int8" if fast and kernel.has_int8 else quantize
         return KernelRuntime(kernel), Layout("kernel", quantize, rounds=quantize is None and dtype == torch.bfloat16)
     layout = Layout("torch" if prepack else "plain", quantize)
-    if device.type == "cuda" and is_dense and delta is None:
+    if device.type == "cuda" and is_dense and is_traceable and delta is None:
         return GraphRuntime(CudaRecorder(device)), layout
     return TorchRuntime(), layout

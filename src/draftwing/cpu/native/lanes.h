@@ -364,7 +364,7 @@ inline v16 exp_of(v16 x) {
     return select(vanishes, v16{}, p);
 }
 
-enum Epilogue : int32_t { STORE = 0, ADD = 1, SILU = 2, GELU = 3, GELU_TANH = 4, RELU_SQUARED = 5 };
+enum Epilogue : int32_t { STORE = 0, ADD = 1, SILU = 2, GELU = 3, GELU_TANH = 4, RELU_SQUARED = 5, CLAMPED = 6 };
 
 inline v16 activate(int32_t kind, v16 x) {
     if (kind == SILU) return x / (1.0f + exp_of(-x));
@@ -379,6 +379,13 @@ inline v16 activate(int32_t kind, v16 x) {
     v16 out;
     for (int i = 0; i < 16; ++i) out[i] = 0.5f * x[i] * (1.0f + erff(x[i] * 0.70710678118654752f));
     return out;
+}
+
+// (up + 1) * gate * sigmoid(alpha * gate), with gate and up clamped to `limit` (gpt-oss); keeps NaN.
+inline v16 clamped(v16 gate, v16 up, float alpha, float limit) {
+    const v16 most = spread(limit), x = -larger(-most, -gate);
+    const v16 y = -larger(-most, -larger(-most, up));
+    return (y + 1.0f) * (x / (1.0f + exp_of(-alpha * x)));
 }
 
 // cap * tanh(x / cap)

@@ -14,8 +14,9 @@ namespace {
 constexpr int KEYS = 16;  // slots whose keys are stored transposed together
 constexpr int MAX_OPS = 1024;
 constexpr int NUM_BUFFERS = 16;
+constexpr int MAX_EXPERTS = 1024;
 
-enum Kind : int32_t { EMBED = 0, NORM = 1, LINEAR = 2, ATTEND = 3, COPY = 4, CONVOLVE = 5, RECUR = 6 };
+enum Kind : int32_t { EMBED = 0, NORM = 1, LINEAR = 2, ATTEND = 3, COPY = 4, CONVOLVE = 5, RECUR = 6, ROUTE = 7, EXPERTS = 8, COMBINE = 9 };
 enum RowForm : int32_t { AS_THEY_ARE = 0, ROUNDED = 1, SPLIT = 2, LEVELS = 3 };  // see layout.py
 
 }  // namespace
@@ -34,11 +35,15 @@ struct Op {
     int32_t norms_rotated;  // of ATTEND: heads are normed after their rotation
     int32_t rotation_first, rotation_pairs;  // of ATTEND: the factors that it uses; 0 pairs: all, -1: none
     int32_t query_scale;  // of ATTEND: 1 + the factor whose real part multiplies queries; 0: none
-    float eps;
-    float scale;  // of scores, or of the result of EMBED and LINEAR, where 0 is none
-    float cap;  // scores or results are capped to cap * tanh(x / cap); 0: not
+    int32_t routes;  // of EXPERTS and COMBINE: the buffer that ROUTE wrote
+    int32_t num_experts, num_chosen;  // of ROUTE, EXPERTS and COMBINE: experts of a layer, and of a row
+    int32_t gathers;  // of EXPERTS: each row of the source is read by the experts of that row, instead of the row of each pair
+    int32_t scores, normalises, num_groups, num_kept_groups, sums_two;  // of ROUTE: see `Routing` in layers.py; 0 groups: none
+    float eps;  // of a norm; alpha of CLAMPED
+    float scale;  // of scores, of ROUTE's weights, or of the result of EMBED, LINEAR and EXPERTS, where 0 is none
+    float cap;  // scores or results are capped to cap * tanh(x / cap), 0: not; the limit of CLAMPED
     const float* norm;  // (num_in): norm applied to the source; null: none
-    const void* weight;  // packed
+    const void* weight;  // packed; of EXPERTS: (num_experts) Expert
     const float* scales;  // (padded num_out), of int8
     const int32_t* sums;  // (padded num_out), of int8: contribution of the rows' offset of 128
     const float* bias;  // (padded num_out)
@@ -47,6 +52,15 @@ struct Op {
     const float* k_norm;
     const float* norm_bias;  // (num_in); null: none
     const float* sinks;  // (num_heads): a further score of each query; null: none
+};
+
+// A matrix of an expert: see the fields of the same names in `Op`.
+struct Expert {
+    const void* weight;
+    const float* scales;
+    const int32_t* sums;
+    const float* bias;
+    int32_t format, row_form;
 };
 
 struct Batch {
@@ -326,10 +340,12 @@ void linear(const Op& op, const Batch& batch, const Rows& rows, int first_tile, 
             for (int c = 0; c < PARTS; ++c) {
                 const int room = op.num_out - tile * TILE - 16 * c;
                 if (room <= 0) break;
-                v16 value = activates ? activate(op.epilogue, found[r][c]) : found[r][c];
-                if (gated) value = value * up[r][c];
+                v16 value = found[r][c];
+                if (op.epilogue == CLAMPED) value = clamped(value, up[r][c], op.eps, op.cap);
+                else if (activates) value = activate(op.epilogue, value);
+                if (gated && op.epilogue != CLAMPED) value = value * up[r][c];
                 if (op.scale != 0.0f) value = value * op.scale;
-                if (op.cap != 0.0f) value = capped(value, op.cap);
+                if (op.cap != 0.0f && op.epilogue != CLAMPED) value = capped(value, op.cap);
                 if (op.places == nullptr) {
                     put(row + 16 * c, value, room, op.epilogue == ADD);
                     continue;

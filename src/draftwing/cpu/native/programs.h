@@ -15,7 +15,7 @@
 
 #include <pthread.h>
 
-#include "recurrence.h"
+#include "experts.h"
 
 namespace {
 
@@ -74,6 +74,15 @@ void piece(const Run& run, const Step& step, int which, Rows& rows, bool& is_pre
         convolve(op, batch, which / op.num_kv_heads, which % op.num_kv_heads);
     } else if (op.kind == RECUR) {
         recur(op, batch, which / op.num_kv_heads, which % op.num_kv_heads);
+    } else if (op.kind == ROUTE && step.part == PREPARE) {
+        const Routes routes = routes_of(op, batch, op.target);
+        choose_experts(op, batch.buffers[op.source] + which * from, routes.chosen + which * op.num_chosen, routes.weights + which * op.num_chosen);
+    } else if (op.kind == ROUTE) {
+        sort_pairs(op, batch);
+    } else if (op.kind == EXPERTS) {
+        experts_piece(op, batch, which, step.each);
+    } else if (op.kind == COMBINE) {
+        combine_row(op, batch, which);
     } else if (op.kind == NORM) {
         norm_row(op, batch.buffers[op.source] + which * from + op.first, batch.buffers[op.target] + which * to + op.column,
                  op.epilogue == ADD);
@@ -217,10 +226,18 @@ void plan(Run& run, int which, int num_threads) {
         const int each = (batch.nodes + parts - 1) / parts;
         if (parts > 1) add(PREPARE, heads, batch.nodes);
         add(parts > 1 ? PREPARED : WHOLE, heads * ((batch.nodes + each - 1) / each), each);
+    } else if (op.kind == ROUTE) {
+        add(PREPARE, count, 1);
+        add(PREPARED, 1, 1);
+    } else if (op.kind == EXPERTS) {
+        // Which experts have rows is not known yet: pieces of those that do not are empty.
+        const int most = std::min(op.num_experts, count * op.num_chosen), tiles = (op.num_out + TILE - 1) / TILE;
+        const int each = std::clamp(most * tiles / (4 * num_threads), 1, tiles);
+        add(WHOLE, most * ((tiles + each - 1) / each), each);
     } else if (op.kind == CONVOLVE || op.kind == RECUR) {
         add(WHOLE, batch.rows * op.num_kv_heads, batch.nodes);
     } else {
-        add(WHOLE, op.kind == NORM || op.kind == EMBED ? count : 1, 1);
+        add(WHOLE, op.kind == COPY ? 1 : count, 1);
     }
 }
 
