@@ -124,6 +124,7 @@ _LATENT = {
     "n_shared_experts": 2, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
     "first_k_dense_replace": 1, "num_key_value_heads": 4,
 }  # fmt: skip
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _DELTA = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 8,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 80,
@@ -240,6 +241,30 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 40,
             "mlp_only_layers": [1],
         },
+    ),
+    "lfm2-moe": (
+        "Lfm2MoeConfig",
+        {
+            **_EXPERTS,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "ernie4_5-moe": (
+        "Ernie4_5_MoeConfig",
+        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_end_index": 1},
+    ),
+    "glm4-moe": (
+        "Glm4MoeConfig",
+        {
+            "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2,
+            "head_dim": 16, "attention_bias": True, "num_mtp_layers": 0,
+        },  # fmt: skip
+    ),
+    "qwen3.5-moe": (
+        "Qwen3_5MoeTextConfig",
+        {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 40},
     ),
     "lfm2": (
         "Lfm2Config",

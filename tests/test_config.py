@@ -87,7 +87,7 @@ HARMLESS = {
     "attention_dropout", "initializer_range", "output_router_logits", "pretraining_tp", "residual_dropout",
     "router_aux_loss_coef", "router_jitter_noise", "use_cache", "hidden_dropout", "embedding_dropout", "eod_token_id",
     "embd_pdrop", "resid_pdrop", "original_max_position_embeddings",
-    "no_rope_layer_interval", "_sliding_window_pattern", "sliding_window_pattern",
+    "no_rope_layer_interval", "_sliding_window_pattern", "sliding_window_pattern", "num_nextn_predict_layers",
 }  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def test_no_setting_is_ignored(name):
         more = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1, "layer_types": None}
         config |= {key: value for key, value in more.items() if key in config}
     base, ignored = ModelConfig.from_hf(config), set()
-    harmless = HARMLESS | ({"head_dim", "qk_head_dim", "num_nextn_predict_layers"} if base.latent else set())
+    harmless = HARMLESS | ({"head_dim", "qk_head_dim"} if base.latent else set())
     for key in set(config) - set(transformers.PretrainedConfig().to_dict()) - harmless:
         with suppress(ConfigError):
             if ModelConfig.from_hf({**config, key: changed(config[key])}) == base:

@@ -57,6 +57,7 @@ class RoutingLike(Protocol):
     groups: tuple[int, int] | None
     group_by: str | None
     scale: float
+    sum_eps: float
 
 
 def _padded(width: int) -> int:
@@ -329,6 +330,7 @@ class Traced:
         self.program.add(
             routes, scores.buffer, kind=_ROUTE, scores=_SCORES.index(routing.scores), normalises=routing.normalise,
             num_groups=num_groups, num_kept_groups=num_kept, sums_two=routing.group_by == "two", scale=routing.scale,
+            eps=routing.sum_eps,
             bias=None if bias is None else bias.float(), **sizes,
         )  # fmt: skip
         return Routed(self.program, routes, sizes)

@@ -757,25 +757,27 @@ def _moe(read: ConfigReader, experts: ExpertTraits, layers: int) -> MoeConfig | 
     if len(counts) > 1:
         raise read.error("`num_experts` and `num_local_experts` differ. Remove the one that is wrong.")
     num_experts = counts.pop() if counts else experts.num
-    per_token = read.integer("num_experts_per_tok", experts.num_per_token)
+    per_token = read.integer(experts.per_token, experts.num_per_token)
     size, shared = read.setting(experts.size), read.setting(experts.shared_size) or 0
     sparse = [True] * layers
     if experts.has_dense_layers:
         dense, step = read.items("mlp_only_layers", int), read.integer("decoder_sparse_step", 1)
         sparse = [num_experts > 0 and layer not in dense and (layer + 1) % step == 0 for layer in range(layers)]
     if experts.num_dense is not None:
-        sparse = [layer >= read.setting(experts.num_dense) for layer in range(layers)]
+        last = layers - 1 if experts.last_sparse is None else read.integer(experts.last_sparse.name, -1, minimum=-1)
+        last = layers - 1 if last < 0 else last
+        sparse = [read.setting(experts.num_dense) <= layer <= last for layer in range(layers)]
     if not any(sparse):
         return None
     if per_token > num_experts:
         raise read.error(
-            f"`num_experts_per_tok` {per_token} is more than the {num_experts} experts there are "
+            f"`{experts.per_token}` {per_token} is more than the {num_experts} experts there are "
             f"(`{names[0] if names else 'num_experts'}`). Correct one of them."
         )
     if not size:
         raise read.error(f"`{experts.size.name}` must be above 0. Correct it, or {_DOWNLOAD}")
-    if experts.count is not None:
-        shared = size * read.integer("n_shared_experts", 2 if experts.num == 64 else 1)
+    if experts.num_shared is not None:
+        shared = size * int(read.setting(experts.num_shared))
     return MoeConfig(
         num_experts, per_token, size, read.setting(experts.normalise), tuple(sparse), shared,
         scale=read.setting(experts.scale or 1.0), groups=_groups(read, experts, num_experts),
@@ -793,9 +795,9 @@ def _groups(read: ConfigReader, experts: ExpertTraits, num_experts: int) -> tupl
             raise read.unsupported(f'`topk_method` "{method}" is not supported.')
     if experts.groups is None:
         return None
-    is_latest = experts.groups == "two"
-    groups = read.integer("n_group", 8 if is_latest else 1), read.integer("topk_group", 4 if is_latest else 1)
-    if num_experts % groups[0] or groups[1] > groups[0]:
+    groups = read.integer("n_group", experts.num_groups[0]), read.integer("topk_group", experts.num_groups[1])
+    chosen = groups[1] * num_experts // groups[0]
+    if num_experts % groups[0] or groups[1] > groups[0] or chosen < read.integer(experts.per_token, experts.num_per_token):
         raise read.error(f"`n_group` {groups[0]} and `topk_group` {groups[1]} do not fit {num_experts} experts.")
     return groups
 

@@ -76,14 +76,19 @@ class ExpertTraits:
     score_bias: str | None = None
     # Experts are chosen from the groups with the highest maximum, or sum of the two best; None: from all.
     groups: Literal["max", "two"] | None = None
+    num_groups: tuple[int, int] = (1, 1)  # defaults of their number, and of those that experts are chosen from
+    sum_eps: float = 0.0  # added to the sum that the weights are divided by
     scale: Key | None = None  # factor of the weights
     # (alpha, limit) of gpt-oss's activation: (up + 1) * gate * sigmoid(alpha * gate) of clamped gate and up
     clamp: tuple[Key, Key] | None = None
     num_dense: Key | None = None  # the number of first layers without experts
+    last_sparse: Key | None = None  # the last layer with experts; -1: that of the model
     count: str | None = None  # the key of the number of experts, if it is not ``num_experts``
+    per_token: str = "num_experts_per_tok"  # the key of the number of each token's experts
     has_dense_layers: bool = False  # ``mlp_only_layers`` and ``decoder_sparse_step`` name layers without experts
     shared: str | None = None  # a further expert that every token goes through, weighted by ``shared_gate``
-    shared_size: Key | None = None
+    shared_size: Key | None = None  # its width, or
+    num_shared: Key | None = None  # how many times as wide as an expert it is
     shared_gate: str | None = None
 
     @property
@@ -192,6 +197,7 @@ _ALL_EXPERTS = ExpertTraits(128, 8, has_dense_layers=True)
 _DEEPSEEK = ExpertTraits(
     64, 6, size=Key("moe_intermediate_size", 1407), scale=Key("routed_scaling_factor", 1.0),
     num_dense=Key("first_k_dense_replace", 0), count="n_routed_experts", shared="mlp.shared_experts",
+    num_shared=Key("n_shared_experts", 2),
 )  # fmt: skip
 _GRANITE: dict[str, Any] = {
     "bos": 1,
@@ -247,6 +253,37 @@ _COHERE: dict[str, Any] = {
     "names": PARALLEL,
 }
 
+_ERNIE: dict[str, Any] = {
+    "kv_heads": 2,
+    "head_dim": 128,
+    "eps": _EPS5,
+    "theta": 5e5,
+    "bos": 1,
+    "eos": 2,
+    "pad": 0,
+    "is_tied": True,
+    "qkv_bias": _USE_BIAS,
+    "o_bias": _USE_BIAS,
+    "mlp_bias": _USE_BIAS,
+    "is_interleaved": True,
+}
+_LFM2: dict[str, Any] = {
+    "kv_heads": 8,
+    "eps": Key("norm_eps", 1e-5),
+    "bos": 1,
+    "eos": 2,
+    "pad": 0,
+    "is_tied": True,
+    "theta": 1e6,
+    "qk_norm": "head",
+    "conv_size": Key("conv_L_cache", 3),
+    "refused": {"conv_bias": (False,)},
+    "names": LayerNames(
+        out="self_attn.out_proj", attention_in="operator_norm", mlp_in="ffn_norm", q_norm="self_attn.q_layernorm",
+        k_norm="self_attn.k_layernorm", gate_up=("feed_forward.w1", "feed_forward.w3"), down="feed_forward.w2",
+        final_norm="model.embedding_norm",
+    ),
+}  # fmt: skip
 _QWEN_DELTA: dict[str, Any] = {
     "head_dim": 256,
     "norm_offset": 1.0,
@@ -307,10 +344,7 @@ FAMILIES: Final[dict[str, Family]] = {
         "SeedOssForCausalLM", 524288, kv_heads=8, head_dim=128, bos=0, eos=2, pad=1,
         qkv_bias=Key("attention_bias", True), o_bias=Key("attention_out_bias", False), mlp_bias=_MLP_BIAS,
     ),
-    "ernie4_5": Family(
-        "Ernie4_5ForCausalLM", 131072, kv_heads=2, head_dim=128, eps=_EPS5, theta=5e5, bos=1, eos=2, pad=0,
-        is_tied=True, qkv_bias=_USE_BIAS, o_bias=_USE_BIAS, mlp_bias=_USE_BIAS, is_interleaved=True,
-    ),
+    "ernie4_5": Family("Ernie4_5ForCausalLM", 131072, **_ERNIE),
     "hunyuan_v1_dense": Family(
         "HunYuanDenseV1ForCausalLM", 2048, eps=_EPS5, bos=1, eos=2, pad=0, qkv_bias=_BIAS, o_bias=_BIAS,
         qk_norm="rotated", names=LayerNames(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"),
@@ -409,6 +443,7 @@ FAMILIES: Final[dict[str, Family]] = {
             _DEEPSEEK, num=256, num_per_token=8, groups="two", size=Key("moe_intermediate_size", 2048),
             scores="sigmoid", score_bias="mlp.gate.e_score_correction_bias", normalise=Key("norm_topk_prob", True),
             scale=Key("routed_scaling_factor", 2.5), num_dense=Key("first_k_dense_replace", 3),
+            num_shared=Key("n_shared_experts", 1), num_groups=(8, 4),
         ),
         refused={"rope_interleave": (True,), "moe_layer_freq": (1,)},
     ),
@@ -416,16 +451,44 @@ FAMILIES: Final[dict[str, Family]] = {
         "ArceeForCausalLM", 4096, eps=_EPS5, bos=128000, eos=128001, qkv_bias=_BIAS, o_bias=_BIAS, mlp_bias=_MLP_BIAS,
         is_gated=False, activation=Key("hidden_act", "relu2"), names=LayerNames(gate_up=("mlp.up_proj",)),
     ),
-    "lfm2": Family(
-        "Lfm2ForCausalLM", 128000, kv_heads=8, eps=Key("norm_eps", 1e-5), bos=1, eos=2, pad=0, is_tied=True, theta=1e6,
-        qk_norm="head", conv_size=Key("conv_L_cache", 3), is_rounded_up=True, refused={"conv_bias": (False,)},
-        names=LayerNames(
-            out="self_attn.out_proj", attention_in="operator_norm", mlp_in="ffn_norm", q_norm="self_attn.q_layernorm",
-            k_norm="self_attn.k_layernorm", gate_up=("feed_forward.w1", "feed_forward.w3"), down="feed_forward.w2",
-            final_norm="model.embedding_norm",
+    "lfm2": Family("Lfm2ForCausalLM", 128000, is_rounded_up=True, **_LFM2),
+    "lfm2_moe": Family(
+        "Lfm2MoeForCausalLM", 128000, **{**_LFM2, "refused": {"conv_bias": (False,), "use_expert_bias": (True,)}},
+        experts=ExpertTraits(
+            32, 4, "feed_forward.gate", tuple(f"feed_forward.experts.{{e}}.{name}" for name in ("w1", "w3", "w2")),
+            size=Key("moe_intermediate_size", 1792), scores="sigmoid", score_bias="feed_forward.expert_bias",
+            normalise=Key("norm_topk_prob", True), sum_eps=1e-6, scale=Key("routed_scaling_factor", 1.0),
+            num_dense=Key("num_dense_layers", 2),
         ),
     ),
+    "ernie4_5_moe": Family(
+        "Ernie4_5_MoeForCausalLM", 131072, **{**_ERNIE, "kv_heads": 4, "head_dim": None, "qkv_bias": False, "o_bias": False, "mlp_bias": False},
+        experts=ExpertTraits(
+            64, 6, size=Key("moe_intermediate_size", 1536), score_bias="mlp.moe_statics.e_score_correction_bias",
+            normalise=True, num_dense=Key("moe_layer_start_index", 1), last_sparse=Key("moe_layer_end_index", -1),
+            count="moe_num_experts", per_token="moe_k", shared="mlp.shared_experts",
+            num_shared=Key("moe_num_shared_experts", 2),
+        ),
+        refused={"moe_layer_interval": (1,), "moe_norm_min": (1e-12,), "use_bias": (False,)},
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM", 131072, kv_heads=8, eps=_EPS5, partial=0.5, qkv_bias=_BIAS,
+        experts=replace(
+            _DEEPSEEK, num=128, num_per_token=8, groups="two", size=Key("moe_intermediate_size", 1408),
+            scores="sigmoid", score_bias="mlp.gate.e_score_correction_bias", normalise=Key("norm_topk_prob", True),
+            num_dense=Key("first_k_dense_replace", 1), num_shared=Key("n_shared_experts", 1),
+        ),
+        refused={"use_qk_norm": (False,)},
+    ),
     "qwen3_5_text": Family("Qwen3_5ForCausalLM", 32768, kv_heads=4, delta="split", **_QWEN_DELTA),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM", 32768, kv_heads=2, delta="split", **_QWEN_DELTA,
+        experts=ExpertTraits(
+            256, 8, size=Key("moe_intermediate_size", 512), shared="mlp.shared_expert",
+            shared_size=Key("shared_expert_intermediate_size", 512), shared_gate="mlp.shared_expert_gate",
+            normalise=True,
+        ),
+    ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM", 32768, kv_heads=2, delta="fused", **_QWEN_DELTA,
         experts=ExpertTraits(

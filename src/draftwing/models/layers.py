@@ -225,6 +225,7 @@ class Routing:
     groups: tuple[int, int] | None = None  # number of groups, and of those that experts are chosen from
     group_by: str | None = None
     scale: float = 1.0  # factor of the weights
+    sum_eps: float = 0.0
 
     def choose(self, scores: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """The router's scores (R, experts) -> the weights and the indices (R, k) of the chosen experts."""
@@ -243,7 +244,7 @@ class Routing:
         chosen = ranked.topk(self.num_per_token, dim=-1)[1]
         weights = scores.gather(1, chosen)
         if self.normalise:
-            weights = weights / weights.sum(-1, keepdim=True)
+            weights = weights / (weights.sum(-1, keepdim=True) + self.sum_eps)
         return weights * self.scale if self.scale != 1 else weights, chosen
 
 

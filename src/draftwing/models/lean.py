@@ -380,14 +380,17 @@ def _read_experts(
         named = [[name.format(e=expert) for name in names.matrices] for expert in range(count)]
         experts = [cast(GatedMLP, mlp_of(parts[:2], parts[2], width)) for parts in named]
     router = reader.linear([base + names.router], [count], hidden, names.router_bias, exact=True)
-    bias = None if names.score_bias is None else reader.tensor(base + names.score_bias, count)
+    bias = None
+    if names.score_bias is not None:
+        name = base + names.score_bias
+        bias = reader.tensor(name, *(1,) * (len(reader.files.shape(name)) - 1), count).flatten()
     shared = None
     if names.shared is not None and moe.shared_size:
         parts = [f"{names.shared}.{name}_proj" for name in ("gate", "up", "down")]
         mlp = cast(GatedMLP, mlp_of(parts[:2], parts[2], moe.shared_size))
         gate = None if names.shared_gate is None else reader.linear([base + names.shared_gate], [1], hidden, exact=True)
         shared = SharedExpert(mlp, gate)
-    routing = Routing(moe.num_experts_per_token, names.scores, moe.norm_topk_prob, moe.groups, names.groups, moe.scale)
+    routing = Routing(moe.num_experts_per_token, names.scores, moe.norm_topk_prob, moe.groups, names.groups, moe.scale, names.sum_eps)
     return Experts(router, experts, routing, shared, bias)
 
 

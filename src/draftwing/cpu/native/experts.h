@@ -96,7 +96,7 @@ void choose_experts(const Op& op, const float* scores, int32_t* chosen, float* w
     float own[MAX_EXPERTS + 16];
     for (int i = 0; i < padded_width(k); ++i) own[i] = i < k ? worth[chosen[i]] : -INFINITY;
     if (op.scores == CHOSEN) softmax(own, padded_width(k));
-    float total = 0.0f;
+    float total = op.eps;
     for (int i = 0; i < k; ++i) total += own[i];
     for (int i = 0; i < k; ++i) weights[i] = (op.normalises ? own[i] / total : own[i]) * op.scale;
 }

@@ -39,7 +39,7 @@ struct Op {
     int32_t num_experts, num_chosen;  // of ROUTE, EXPERTS and COMBINE: experts of a layer, and of a row
     int32_t gathers;  // of EXPERTS: each row of the source is read by the experts of that row, instead of the row of each pair
     int32_t scores, normalises, num_groups, num_kept_groups, sums_two;  // of ROUTE: see `Routing` in layers.py; 0 groups: none
-    float eps;  // of a norm; alpha of CLAMPED
+    float eps;  // of a norm, or of the sum of a row's weights in ROUTE; alpha of CLAMPED
     float scale;  // of scores, of ROUTE's weights, or of the result of EMBED, LINEAR and EXPERTS, where 0 is none
     float cap;  // scores or results are capped to cap * tanh(x / cap), 0: not; the limit of CLAMPED
     const float* norm;  // (num_in): norm applied to the source; null: none
