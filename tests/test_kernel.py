@@ -25,6 +25,7 @@ from draftwing.models.adapter import AdapterTarget
 from draftwing.models.config import ModelConfig, read_config
 from draftwing.models.context import FeatureSpec
 from draftwing.models.lean import LeanTarget
+from draftwing.models.layers import Experts, GatedMLP, Routing
 from draftwing.models.linear import Linear
 from draftwing.noise import KeyedNoise
 from draftwing.sampling import Sampling, SamplingBatch
@@ -132,6 +133,92 @@ def test_a_gated_matrix_and_places():
     assert torch.allclose(out.double(), F.silu(gate) * up, atol=1e-4)
     assert torch.allclose(scattered[:, places].double(), gate, atol=1e-4)
     assert scattered.isfinite().sum() == 7 * 70
+
+
+# --- mixtures of experts ---------------------------------------------------------------------------------------------
+
+ROUTINGS = {
+    "softmax": (Routing(3), False),
+    "normalised": (Routing(2, normalise=True, sum_eps=0.1), False),
+    "chosen": (Routing(4, "chosen"), False),
+    "one": (Routing(1, scale=2.5), True),
+    "all": (Routing(24, normalise=True), False),
+    "sigmoid": (Routing(3, "sigmoid", normalise=True, scale=1.5), True),
+    "best-groups": (Routing(5, groups=(4, 2), group_by="max", scale=0.5), False),
+    "best-pairs": (Routing(5, "sigmoid", groups=(6, 3), group_by="two"), True),
+    "single-groups": (Routing(2, "sigmoid", groups=(24, 4), group_by="max"), True),
+}
+
+
+def layer_of_experts(routing, has_bias, packs, count=24, hidden=32, width=40):
+    """Experts in PyTorch, or packed for the kernel."""
+    torch.manual_seed(0)
+
+    def matrix(num_out, num_in, gated=False):
+        made = Linear(torch.randn(num_out, num_in) / num_in**0.5)
+        if packs:
+            made.pack(gated=gated)
+        return made
+
+    experts = [GatedMLP(matrix(2 * width, hidden, True), matrix(hidden, width), "silu") for _ in range(count)]
+    bias = torch.randn(count) if has_bias else None
+    return Experts(matrix(count, hidden), experts, routing, bias=bias)
+
+
+def run_experts(layer, x, residual=None):
+    kernel = get_kernel()
+    assert kernel is not None
+    program = Program(kernel)
+    source, stream = program.given(x.shape[1]), program.given(x.shape[1])
+    out = program.output(layer.forward(source, None if residual is None else stream))
+    program.finish()
+    found = torch.full_like(x, torch.nan)
+    given = {source.buffer: x.contiguous(), out: found} | ({} if residual is None else {stream.buffer: residual})
+    Workspace(program).run(len(x), 1, {program.place(buffer): tensor for buffer, tensor in given.items()})
+    return found
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_experts_have_pytorchs_numbers_in_any_company(name):
+    routing, has_bias = ROUTINGS[name]
+    packed, plain = (layer_of_experts(routing, has_bias, packs) for packs in (True, False))
+    x, residual = torch.randn(50, 32), torch.randn(50, 32)
+    whole = run_experts(packed, x, residual)
+    assert torch.allclose(whole, plain.forward(x, residual), atol=1e-4)
+    assert torch.allclose(run_experts(packed, x), plain.forward(x), atol=1e-4)
+    for first, count in ((0, 1), (7, 3), (20, 16), (33, 17)):
+        part = slice(first, first + count)
+        assert torch.equal(run_experts(packed, x[part], residual[part]), whole[part])
+
+
+@needs_kernel
+def test_rows_of_nan_choose_experts_and_stay_nan():
+    """They reach neither memory of others nor other rows."""
+    packed = layer_of_experts(*ROUTINGS["best-pairs"], True)
+    x = torch.randn(6, 32)
+    whole = run_experts(packed, x)
+    x[2] = torch.nan
+    found = run_experts(packed, x)
+    assert found[2].isnan().all()
+    others = [0, 1, 3, 4, 5]
+    assert torch.equal(found[others], whole[others])
+
+
+@needs_kernel
+def test_equal_scores_choose_the_first_experts():
+    layer = layer_of_experts(Routing(2), False, True)
+    x = torch.zeros(2, 32)
+    x[:, 0] = 1.0
+    layer.router = Linear(torch.zeros(24, 32))
+    layer.router.pack()
+    first = layer_of_experts(Routing(2), False, True)
+    scores = torch.full((24, 32), -9.0)
+    scores[:2] = 0.0
+    first.router = Linear(scores)
+    first.router.pack()
+    a, b = run_experts(layer, x), run_experts(first, x)
+    assert torch.allclose(a * 12, b, atol=1e-3)  # softmax over 24 equal scores, and over two
 
 
 # --- the walk --------------------------------------------------------------------------------------------------------
