@@ -258,9 +258,15 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe": (
         "Glm4MoeConfig",
         {
-            "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2,
-            "head_dim": 16, "attention_bias": True, "num_mtp_layers": 0,
-        },  # fmt: skip
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "n_group": 4,
+            "topk_group": 2,
+            "head_dim": 16,
+            "attention_bias": True,
+            "num_mtp_layers": 0,
+        },
     ),
     "qwen3.5-moe": (
         "Qwen3_5MoeTextConfig",

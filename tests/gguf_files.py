@@ -24,6 +24,8 @@ ARCHITECTURES = {  # by model type
     "cohere": "command-r",
     "hunyuan_v1_dense": "hunyuan-dense",
     "qwen2_moe": "qwen2moe",
+    "lfm2_moe": "lfm2moe",
+    "gpt_oss": "gpt-oss",
 }
 ADJACENT = ("llama", "smollm3", "granite", "arcee")  # RoPE turns adjacent numbers, unlike the checkpoint's
 SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron")  # norms hold 1 + w
@@ -42,10 +44,18 @@ SETTINGS = {  # the writer's methods by settings of a checkpoint
     "layer_norm_eps": "layer_norm_eps",
     "use_parallel_residual": "parallel_residual",
     "moe_intermediate_size": "expert_feed_forward_length",
+    "num_dense_layers": "leading_dense_block_count",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
 }
 
 
+_ROPE = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 5e5,
+    "truncate": False,
+}
 _TIED = {"tie_word_embeddings": True}
 # Families of ``conftest.FURTHER`` that GGUF has: with what their files can state, and at least one layer of each kind.
 FURTHER: dict[str, dict[str, Any]] = {
@@ -69,6 +79,8 @@ FURTHER: dict[str, dict[str, Any]] = {
     "arcee": {},
     "olmoe": {},
     "lfm2": {**_TIED, "block_auto_adjust_ff_dim": False},
+    "lfm2-moe": {**_TIED, "moe_intermediate_size": 64, "routed_scaling_factor": 1.0},
+    "gpt-oss": {"num_hidden_layers": 4, "layer_types": None, "swiglu_limit": 7.0, "rope_parameters": _ROPE},
     "qwen2-moe": {"mlp_only_layers": [], "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
 }
 
@@ -101,7 +113,13 @@ def gguf_tensors(folder: Path) -> dict[str, np.ndarray]:
     names = gguf.get_tensor_name_map(kind_of[architecture], config["num_hidden_layers"])
     found: dict[str, Any] = {}
     for name, weight in tensors_of(folder).items():
+        if config["model_type"] == "gpt_oss" and ".mlp.experts." in name:
+            found |= gpt_oss_experts(name, weight)
+            continue
+        if config["model_type"] == "lfm2_moe" and ".experts." in name:
+            name = name.replace("w1", "gate_proj").replace("w2", "down_proj").replace("w3", "up_proj")
         expert = re.search(r"experts\.(\d+)\.", name)
+        name += ".weight" * name.endswith("sinks") + ".bias" * name.endswith("expert_bias")
         new = names.get_name(name.replace(expert[0], "experts.") if expert else name, (".weight", ".bias"))
         assert new is not None, name
         if architecture in ADJACENT and re.search(r"attn_[qk]\.", new):
@@ -122,6 +140,15 @@ def gguf_tensors(folder: Path) -> dict[str, np.ndarray]:
     return {name: weight.numpy() for name, weight in stacked.items()}
 
 
+def gpt_oss_experts(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of a layer's experts: gate and up apart, and each matrix (out, in)."""
+    layer, part = re.search(r"layers\.(\d+)\..*\.(\w+)_proj", name).groups()
+    suffix = "bias" if name.endswith("_bias") else "weight"
+    weight = weight if suffix == "bias" else weight.transpose(1, 2)
+    parts = {"down": weight} if part == "down" else {"gate": weight[:, 0::2], "up": weight[:, 1::2]}
+    return {f"blk.{layer}.ffn_{kind}_exps.{suffix}": half.contiguous() for kind, half in parts.items()}
+
+
 def add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     writer.add_block_count(config["num_hidden_layers"])
@@ -130,7 +157,7 @@ def add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     kv_heads = config["num_key_value_heads"]
-    if writer.arch == "lfm2":
+    if writer.arch in ("lfm2", "lfm2moe"):
         kv_heads = [0 if kind == "conv" else kv_heads for kind in config["layer_types"]]
         writer.add_shortconv_l_cache(config["conv_L_cache"])
         writer.add_layer_norm_rms_eps(config["norm_eps"])
@@ -200,7 +227,7 @@ def write(
     for name, weight in gguf_tensors(folder).items():
         if not keep(name):
             continue
-        is_plain = weight.ndim == 1 or "shortconv.conv." in name
+        is_plain = weight.ndim == 1 or "shortconv.conv." in name or name.endswith("bias")
         kind = gguf.GGMLQuantizationType["F32" if is_plain else kind_of(name, weight)]
         plain = kind == gguf.GGMLQuantizationType.F32
         writer.add_tensor(name, weight if plain else quantised(weight, kind), raw_dtype=None if plain else kind)

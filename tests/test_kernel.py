@@ -24,8 +24,8 @@ from draftwing.methods.net_drafter import EagleDrafter
 from draftwing.models.adapter import AdapterTarget
 from draftwing.models.config import ModelConfig, read_config
 from draftwing.models.context import FeatureSpec
-from draftwing.models.lean import LeanTarget
 from draftwing.models.layers import Experts, GatedMLP, Routing
+from draftwing.models.lean import LeanTarget
 from draftwing.models.linear import Linear
 from draftwing.noise import KeyedNoise
 from draftwing.sampling import Sampling, SamplingBatch

@@ -5,7 +5,8 @@ import torch
 from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from conftest import FURTHER, LEAN, build, float64_norms, refused
+from conftest import FURTHER, LEAN, build, float64_norms, kernel_size, refused
+from draftwing.cpu.library import get_kernel
 from draftwing.decode import Decoder
 from draftwing.errors import ConfigError
 from draftwing.models.context import Context, FeatureSpec, TargetOutput
@@ -92,8 +93,11 @@ def test_logits_of_every_family(family, prompts, folder_of):
 
 
 def test_experts_in_blocks_of_4_bits(tmp_path):
-    """gpt-oss as it is published: MXFP4, expanded as transformers does."""
-    model, generator = build("gpt-oss", intermediate_size=64), torch.Generator().manual_seed(0)
+    """gpt-oss as it is published: MXFP4, expanded as transformers does, and in the CPU kernel as it is stored."""
+    model, generator = (
+        build("gpt-oss", intermediate_size=64, **kernel_size("gpt-oss")),
+        torch.Generator().manual_seed(0),
+    )
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for index, layer in enumerate(model.model.layers):
         for name in ("gate_up_proj", "down_proj"):
@@ -111,6 +115,11 @@ def test_experts_in_blocks_of_4_bits(tmp_path):
     ids = list(range(3, 30))
     wanted = reference(float64_norms(model), ids).logits
     torch.testing.assert_close(target.score(torch.tensor([ids])).logits, wanted, rtol=0, atol=1e-10)
+    if get_kernel() is not None:
+        target = LeanTarget.from_folder(tmp_path, torch.float32, arithmetic="float32")
+        assert "MXFP4 weights in float32 arithmetic" in target.runs_as
+        found = target.score(torch.tensor([ids])).logits.double()
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("rope", ROPES)

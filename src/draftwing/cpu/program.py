@@ -27,7 +27,7 @@ ACTIVATIONS = {"silu": 2, "gelu": 3, "gelu_pytorch_tanh": 4, "relu2": 5}
 _EMBED, _NORM, _LINEAR, _ATTEND, _COPY, _CONVOLVE, _RECUR, _ROUTE, _EXPERTS, _COMBINE = range(10)
 _STORE, _ADD, _CLAMPED = 0, 1, 6
 _SCORES = ("softmax", "chosen", "sigmoid")
-MAX_EXPERTS = 1024  # of a layer
+MAX_EXPERTS = 1024  # that a layer may have
 _NO_SOURCE = -1
 
 
@@ -373,13 +373,12 @@ class Routed:
         """
         num_out = experts[0].num_out
         width = self.sizes["num_chosen"] * _padded(num_out)
-        table = (Expert * len(experts))(*(
-            Expert(
-                *(None if part is None else part.data_ptr() for part in (each.weight, each.scales, each.sums, each.bias)),
-                each.format.code, each.row_form,
-            )
-            for each in experts
-        ))  # fmt: skip
+        table = (Expert * len(experts))()
+        for entry, each in zip(table, experts, strict=True):
+            entry.format, entry.row_form = each.format.code, each.row_form
+            for name in ("weight", "scales", "sums", "bias"):
+                part = getattr(each, name)
+                setattr(entry, name, None if part is None else part.data_ptr())
         self.program.keep(table, *experts)
         out = Traced(self.program, self.program.scratch(width), width)
         epilogue = _STORE if activation is None else ACTIVATIONS[activation]
@@ -387,8 +386,8 @@ class Routed:
         if clamp is not None:
             epilogue, fields = _CLAMPED, {"eps": clamp[0], "cap": clamp[1]}
         self.program.add(
-            out.buffer, x.settled().buffer, kind=_EXPERTS, routes=self.buffer, gathers=gathers, num_in=experts[0].num_in,
-            num_out=num_out, is_gated=experts[0].gated, epilogue=epilogue, weight=ctypes.addressof(table),
+            out.buffer, x.settled().buffer, kind=_EXPERTS, routes=self.buffer, gathers=gathers,
+            num_in=experts[0].num_in, num_out=num_out, is_gated=experts[0].gated, epilogue=epilogue, weight=ctypes.addressof(table),
             **self.sizes, **fields,
         )  # fmt: skip
         return out

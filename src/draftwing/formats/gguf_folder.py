@@ -160,6 +160,7 @@ class Architecture:
     # number of layers of the one size whose scores are scaled by (hidden / heads) ** -0.5, not by the heads' width
     widest: int | None = None
     normalises: bool = False  # default of ``norm_topk_prob``
+    rope: Mapping[str, Any] = field(default_factory=dict)  # settings of a stretched RoPE that files do not state
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # in addition to ``_NEUTRAL``
 
 
@@ -191,7 +192,12 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
     "olmoe": Architecture("olmoe"),
     "qwen2moe": Architecture("qwen2_moe"),
     "lfm2": Architecture("lfm2"),
-}
+    "lfm2moe": Architecture("lfm2_moe", normalises=True, neutral={"expert_gating_func": (2,)}),  # the sigmoid
+    "gpt-oss": Architecture(
+        "gpt_oss", pattern=2, window=None, renamed={"post_attention_norm": "ffn_norm"}, rope={"truncate": False},
+        neutral={"expert_gating_func": (0, 3)},  # the softmax of the chosen scores
+    ),
+}  # fmt: skip
 
 # Values of keys that change nothing if they are not read, after the architecture's prefix; None: any value.
 _EMPTY: Final = (0, b"", b"none")  # for keys that are not listed; an array must hold zeros
@@ -394,8 +400,11 @@ def _experts(data: Metadata, prefix: str, traits: Architecture, experts: ExpertT
     used = data.integer(f"{prefix}expert_used_count", minimum=1, maximum=count)
     # transformers has the one name or the other, depending on the family.
     config: dict[str, Any] = {"num_experts": count, "num_local_experts": count, "num_experts_per_tok": used}
-    if experts.size.name != "intermediate_size":
-        config[experts.size.name] = data.integer(f"{prefix}expert_feed_forward_length", minimum=1)
+    key = f"{prefix}expert_feed_forward_length"
+    if experts.size.name != "intermediate_size" or key in data:
+        config[experts.size.name] = data.integer(key, minimum=1)
+    if experts.num_dense is not None:
+        config[experts.num_dense.name] = data.integer(f"{prefix}leading_dense_block_count", 0, minimum=0)
     if experts.shared_size is not None:
         config[experts.shared_size.name] = data.integer(f"{prefix}expert_shared_feed_forward_length", minimum=1)
     if isinstance(experts.normalise, Key):
@@ -452,7 +461,7 @@ def _rope(file: GgufFile, architecture: str, family: Family, head_dim: int, posi
             f"not supported for the architecture {architecture}. {_USE_FOLDER}"
         )
     if scaling:
-        config["rope_scaling"] = scaling
+        config["rope_scaling"] = {**scaling, **ARCHITECTURES[architecture].rope}
     return config
 
 

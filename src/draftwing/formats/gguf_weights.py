@@ -36,7 +36,7 @@ from draftwing.formats.gguf_folder import (
     get_model_type,
     link_of,
 )
-from draftwing.models.families import FAMILIES, Family
+from draftwing.models.families import FAMILIES, ExpertTraits, Family
 from draftwing.models.weights import (
     MappedFile,
     Stored,
@@ -71,6 +71,10 @@ _IN_LAYERS = {
     "ffn_down": "down",
 }
 _CONVOLUTION = {f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")}
+_WHOLE_NAMES = (
+    "attn_sinks",
+    "exp_probs_b",
+)  # tensors whose names in a checkpoint do not end in ``.weight`` or ``.bias``
 _LAYER_NAME = re.compile(r"blk\.(\d{1,6})\.((?:shortconv\.)?\w+)(?:\.(\d{1,6}))?\.(weight|bias)")
 
 
@@ -104,10 +108,10 @@ def _find_places(file: GgufFile) -> dict[str, _TensorPlace]:
         if tensor in _NOT_WEIGHTS:
             continue
         name, is_stacked = _checkpoint_name(tensor, parts, outside)
-        if is_stacked and (len(info.shape) != 3 or info.shape[0] > _MAX_EXPERTS):
+        if is_stacked and (len(info.shape) != (2 if name.endswith(".bias") else 3) or info.shape[0] > _MAX_EXPERTS):
             raise CheckpointError(
-                f"{file.path}: {tensor} must hold at most {_MAX_EXPERTS} matrices, one for each expert, found shape "
-                f"{list(info.shape)}. Download the file again."
+                f"{file.path}: {tensor} must hold at most {_MAX_EXPERTS} experts' numbers, one after the other, found "
+                f"shape {list(info.shape)}. Download the file again."
             )
         num_heads = next((count for part, count in heads.items() if f".{part}." in tensor), 0)
         offset = family.norm_offset if tensor.endswith("norm.weight") else 0.0
@@ -135,12 +139,18 @@ def _layer_names(family: Family) -> dict[str, str]:
     parts |= dict(zip(("ffn_gate", "ffn_up") if is_split else ("ffn_up",), names.gate_up, strict=True))
     if experts is not None:
         parts["ffn_gate_inp"] = experts.router
-        for kind, matrix in zip(("gate", "up", "down"), experts.matrices, strict=True):
+        # Files have gate and up apart, also of families whose checkpoints have both in one tensor.
+        matrices = ExpertTraits.matrices if experts.is_stacked else experts.matrices
+        for kind, matrix in zip(("gate", "up", "down"), matrices, strict=True):
             parts[f"ffn_{kind}_exps"] = matrix.replace("{e}", "*")
             if experts.shared is not None:
                 parts[f"ffn_{kind}_shexp"] = f"{experts.shared}.{kind}_proj"
         if experts.shared_gate is not None:
             parts["ffn_gate_inp_shexp"] = experts.shared_gate
+        if experts.score_bias is not None:
+            parts["exp_probs_b"] = experts.score_bias
+    if names.sinks is not None:
+        parts["attn_sinks"] = names.sinks
     return parts
 
 
@@ -155,7 +165,8 @@ def _checkpoint_name(tensor: str, parts: dict[str, str], outside: dict[str, str]
         return tensor, False
     if number is not None:  # old files have a tensor for each expert
         name = name.replace("*", str(int(number)))
-    return f"model.layers.{int(layer)}.{name}.{suffix}", "*" in name
+    whole = f"model.layers.{int(layer)}.{name}"
+    return whole if part in _WHOLE_NAMES else f"{whole}.{suffix}", "*" in name
 
 
 def open_weights(folder: Path) -> Weights:
@@ -263,7 +274,7 @@ class GgufWeights(Weights):
         place, info = self._find(name)
         data = whole = self._bytes(info)
         if place.expert is not None:
-            num_rows = info.shape[1]
+            num_rows = math.prod(info.shape[1:-1])  # one of a bias
             data = data[place.expert * num_rows : (place.expert + 1) * num_rows]
         if not place.heads:
             return data

@@ -797,7 +797,11 @@ def _groups(read: ConfigReader, experts: ExpertTraits, num_experts: int) -> tupl
         return None
     groups = read.integer("n_group", experts.num_groups[0]), read.integer("topk_group", experts.num_groups[1])
     chosen = groups[1] * num_experts // groups[0]
-    if num_experts % groups[0] or groups[1] > groups[0] or chosen < read.integer(experts.per_token, experts.num_per_token):
+    if (
+        num_experts % groups[0]
+        or groups[1] > groups[0]
+        or chosen < read.integer(experts.per_token, experts.num_per_token)
+    ):
         raise read.error(f"`n_group` {groups[0]} and `topk_group` {groups[1]} do not fit {num_experts} experts.")
     return groups
 

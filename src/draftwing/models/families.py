@@ -253,20 +253,6 @@ _COHERE: dict[str, Any] = {
     "names": PARALLEL,
 }
 
-_ERNIE: dict[str, Any] = {
-    "kv_heads": 2,
-    "head_dim": 128,
-    "eps": _EPS5,
-    "theta": 5e5,
-    "bos": 1,
-    "eos": 2,
-    "pad": 0,
-    "is_tied": True,
-    "qkv_bias": _USE_BIAS,
-    "o_bias": _USE_BIAS,
-    "mlp_bias": _USE_BIAS,
-    "is_interleaved": True,
-}
 _LFM2: dict[str, Any] = {
     "kv_heads": 8,
     "eps": Key("norm_eps", 1e-5),
@@ -344,7 +330,10 @@ FAMILIES: Final[dict[str, Family]] = {
         "SeedOssForCausalLM", 524288, kv_heads=8, head_dim=128, bos=0, eos=2, pad=1,
         qkv_bias=Key("attention_bias", True), o_bias=Key("attention_out_bias", False), mlp_bias=_MLP_BIAS,
     ),
-    "ernie4_5": Family("Ernie4_5ForCausalLM", 131072, **_ERNIE),
+    "ernie4_5": Family(
+        "Ernie4_5ForCausalLM", 131072, kv_heads=2, head_dim=128, eps=_EPS5, theta=5e5, bos=1, eos=2, pad=0,
+        is_tied=True, qkv_bias=_USE_BIAS, o_bias=_USE_BIAS, mlp_bias=_USE_BIAS, is_interleaved=True,
+    ),
     "hunyuan_v1_dense": Family(
         "HunYuanDenseV1ForCausalLM", 2048, eps=_EPS5, bos=1, eos=2, pad=0, qkv_bias=_BIAS, o_bias=_BIAS,
         qk_norm="rotated", names=LayerNames(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"),
@@ -462,7 +451,8 @@ FAMILIES: Final[dict[str, Family]] = {
         ),
     ),
     "ernie4_5_moe": Family(
-        "Ernie4_5_MoeForCausalLM", 131072, **{**_ERNIE, "kv_heads": 4, "head_dim": None, "qkv_bias": False, "o_bias": False, "mlp_bias": False},
+        "Ernie4_5_MoeForCausalLM", 131072, kv_heads=4, eps=_EPS5, theta=5e5, bos=1, eos=2, pad=0, is_tied=True,
+        is_interleaved=True,
         experts=ExpertTraits(
             64, 6, size=Key("moe_intermediate_size", 1536), score_bias="mlp.moe_statics.e_score_correction_bias",
             normalise=True, num_dense=Key("moe_layer_start_index", 1), last_sparse=Key("moe_layer_end_index", -1),

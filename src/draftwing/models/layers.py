@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftwing.cpu.program import Traced, join
+from draftwing.cpu.program import Routed, Traced, join
 from draftwing.models import gpu
 from draftwing.models.attention import PLAIN_HEADS, Attend, HeadTraits
 from draftwing.models.linear import Linear
@@ -258,7 +258,7 @@ class Experts(nn.Module):
     def __init__(
         self,
         router: Linear,
-        experts: list[GatedMLP],
+        experts: Sequence[GatedMLP],
         routing: Routing,
         shared: SharedExpert | None = None,
         bias: Tensor | None = None,
@@ -290,10 +290,10 @@ class Experts(nn.Module):
         return out if residual is None else residual + out
 
     def _trace(self, x: Traced, residual: Traced | None) -> Traced:
-        routed = self.router.forward(x).routed(self.routing, self.bias)
+        routed: Routed = self.router.forward(x).routed(self.routing, self.bias)
         if self.shared is not None:
             residual = self.shared.forward(x, residual)
-        experts = [cast(GatedMLP, expert) for expert in self.experts]
+        experts = cast(Sequence[GatedMLP], self.experts)
         clamp = (experts[0].alpha, experts[0].limit) if isinstance(experts[0], ClampedMLP) else None
         ups, downs = [expert.gate_up.packed[0] for expert in experts], [expert.down.packed[0] for expert in experts]
         pairs = routed.linear(x, ups, gathers=True, activation=experts[0].activation_name, clamp=clamp)

@@ -53,7 +53,7 @@ from draftwing.models.lora import LoraWeights
 from draftwing.models.recurrent import GatedDelta
 from draftwing.models.rope import LayeredRotary, Rotary
 from draftwing.models.target import Target
-from draftwing.models.weights import Stored, Weights, check_finite, expand_mxfp4
+from draftwing.models.weights import Stored, Weights, check_finite, mxfp4_blocks
 from draftwing.noise import AcceptArgs
 from draftwing.runtime.choose import runtime_for
 from draftwing.runtime.forward import PREFILL_CHUNK, Entries, NetShape, Runner, Runtime, TorchRuntime, score
@@ -136,12 +136,27 @@ class Reader:
             {name: (num_tokens, width)}, lambda parts: Embedding(Packed.of_stored(_reordered(parts, rows), None))
         )
 
+    def own(self, part: Stored, bias: Tensor, *, gated: bool) -> Linear:
+        """Lay a matrix out that is no tensor of the files."""
+        layout = self.layout
+        if layout.runs != "kernel":
+            return Linear(part.expand().to(self.device, self.dtype), bias).lay_out(layout, gated=gated)
+        parts = [self._converted(part)]
+        return Linear.of_stored(
+            parts, bias, layout.quantize, gated=gated, rounds=layout.rounds, arithmetic=layout.arithmetic
+        )
+
+    def _converted(self, part: Stored) -> Stored:
+        """In the format that the layout asks for."""
+        if self.layout.rounds:
+            return part.rounded()
+        return part.expanded() if self.layout.expand else part.narrowed()
+
     def _packed(self, shapes: dict[str, tuple[int, int]], pack: Callable[[list[Stored]], T]) -> T:
         """Pack matrices in the formats of the file. Raises CheckpointError if a number is not finite."""
         self.used.update(shapes)
         held = [self.files.stored(name, shape) for name, shape in shapes.items()]
-        convert = Stored.rounded if self.layout.rounds else Stored.expanded if self.layout.expand else Stored.narrowed
-        parts = [convert(part) for part in held]
+        parts = [self._converted(part) for part in held]
         try:
             if self.layout.quantize is not None:  # quantised levels are always finite
                 self._check(shapes, parts)
@@ -364,7 +379,7 @@ def _read_experts(
     assert moe is not None
     count, width = moe.num_experts, moe.intermediate_size
     if moe.clamp is not None:
-        experts = _read_clamped(reader, config, names, base)
+        experts: Sequence[GatedMLP] = _read_clamped(reader, config, names, base)
     elif names.is_stacked:
         gate_ups, downs = (
             reader.tensor(f"{base}{name}.weight", count, *shape).unbind()
@@ -390,40 +405,50 @@ def _read_experts(
         mlp = cast(GatedMLP, mlp_of(parts[:2], parts[2], moe.shared_size))
         gate = None if names.shared_gate is None else reader.linear([base + names.shared_gate], [1], hidden, exact=True)
         shared = SharedExpert(mlp, gate)
-    routing = Routing(moe.num_experts_per_token, names.scores, moe.norm_topk_prob, moe.groups, names.groups, moe.scale, names.sum_eps)
+    routing = Routing(
+        moe.num_experts_per_token, names.scores, moe.norm_topk_prob, moe.groups, names.groups, moe.scale, names.sum_eps
+    )
     return Experts(router, experts, routing, shared, bias)
 
 
-def _read_clamped(reader: Reader, config: ModelConfig, names: ExpertTraits, base: str) -> list[GatedMLP]:
-    """Read gpt-oss's experts: matrices (in, out) of all in one tensor, or blocks of 4 bits; gate and up alternate."""
+def _read_clamped(reader: Reader, config: ModelConfig, names: ExpertTraits, base: str) -> list[ClampedMLP]:
+    """Read gpt-oss's experts: matrices (in, out) of all in one tensor, or blocks of 4 bits; gate and up alternate.
+
+    GGUF files have matrices of each expert, gate and up apart.
+    """
     moe, hidden = config.moe, config.hidden_size
     assert moe is not None
     assert moe.clamp is not None
     count, width = moe.num_experts, moe.intermediate_size
-    shapes = {names.matrices[0]: (2 * width, hidden), names.matrices[1]: (hidden, width)}
-    biases = [reader.tensor(f"{base}{name}_bias", count, shape[0]) for name, shape in shapes.items()]
+    if f"{base}mlp.experts.0.gate_proj.weight" in reader.files:
+        experts = []
+        for each in (f"{base}mlp.experts.{expert}." for expert in range(count)):
+            first = [f"{each}gate_proj", f"{each}up_proj"]
+            gate_up = reader.linear(first, [width, width], hidden, bias=True, gated=True)
+            down = reader.linear([f"{each}down_proj"], [hidden], width, bias=True)
+            experts.append(ClampedMLP(gate_up, down, *moe.clamp))
+        return experts
 
-    def read(name: str, shape: tuple[int, int]) -> Callable[[int], Tensor]:
-        """A function that returns the matrix (out, in) of an expert."""
-        name = base + name
+    def read(name: str, num_out: int, num_in: int, order: Tensor | None = None) -> Callable[[int], Linear]:
+        """A function that returns the matrix of an expert, with its rows in another order."""
+        name, rows = base + name, slice(None) if order is None else order
+        biases = reader.tensor(f"{name}_bias", count, num_out)
         if f"{name}_blocks" not in reader.files:
-            stacked = reader.tensor(name, count, *shape[::-1])
-            return lambda expert: stacked[expert].T
-        blocks = reader.files.get(f"{name}_blocks", None, (count, shape[0], shape[1] // 32, 16))
-        scales = reader.files.get(f"{name}_scales", None, (count, shape[0], shape[1] // 32))
+            stacked = reader.tensor(name, count, num_in, num_out)
+            return lambda expert: Linear(stacked[expert].T[rows].contiguous(), biases[expert][rows]).lay_out(
+                reader.layout, gated=order is not None
+            )
+        blocks = reader.files.get(f"{name}_blocks", None, (count, num_out, num_in // 32, 16))
+        scales = reader.files.get(f"{name}_scales", None, (count, num_out, num_in // 32))
         reader.used |= {f"{name}_blocks", f"{name}_scales"}
-        return lambda expert: expand_mxfp4(blocks[expert], scales[expert]).to(reader.device, reader.dtype)
-
-    gate_ups, downs = (read(name, shape) for name, shape in shapes.items())
-    halves = torch.arange(2 * width).view(-1, 2).T.flatten()
-    return [
-        ClampedMLP(
-            Linear(gate_ups(expert)[halves].contiguous(), biases[0][expert][halves]).lay_out(reader.layout, gated=True),
-            Linear(downs(expert).contiguous(), biases[1][expert]).lay_out(reader.layout),
-            *moe.clamp,
+        return lambda expert: reader.own(
+            mxfp4_blocks(blocks[expert][rows], scales[expert][rows]), biases[expert][rows], gated=order is not None
         )
-        for expert in range(count)
-    ]
+
+    halves = torch.arange(2 * width).view(-1, 2).T.flatten()
+    gate_ups = read(names.matrices[0], 2 * width, hidden, halves)
+    downs = read(names.matrices[1], hidden, width)
+    return [ClampedMLP(gate_ups(expert), downs(expert), *moe.clamp) for expert in range(count)]
 
 
 def rotary_of(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Rotary | LayeredRotary:

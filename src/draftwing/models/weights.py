@@ -122,18 +122,15 @@ def dequantized(blocks: Tensor, kind: str, num_in: int) -> Iterator[Tensor]:
         yield torch.from_numpy(np.ascontiguousarray(part, dtype=np.float32))
 
 
-_MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
-def expand_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Expand blocks (out, blocks, 16) uint8 of 32 numbers of 4 bits to bfloat16 (out, in), which holds them exactly.
+def mxfp4_blocks(blocks: Tensor, scales: Tensor) -> Stored:
+    """A matrix of gpt-oss in GGUF's order: blocks (out, blocks, 16) uint8 of 32 numbers of 4 bits, two adjacent a byte.
 
     Args:
         scales: (out, blocks) uint8 the exponent of each block's factor, with an offset of 127.
     """
-    levels = torch.tensor([*_MXFP4, *(-level for level in _MXFP4)])
-    numbers = levels[torch.stack([blocks & 15, blocks >> 4], -1).long()].flatten(2)
-    return torch.ldexp(numbers, scales[..., None].int() - 127).flatten(1).to(torch.bfloat16)
+    first, last = torch.stack([blocks & 15, blocks >> 4], -1).flatten(2).chunk(2, -1)
+    data = torch.cat([scales[..., None], first | last << 4], -1)
+    return Stored("MXFP4", 32 * blocks.shape[1], data.flatten(1))
 
 
 def joined(parts: Iterable[Tensor], num_out: int, num_in: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -16,7 +16,7 @@ enum RouteScores : int32_t { SOFTMAX = 0, CHOSEN = 1, SIGMOID = 2 };  // `Routin
 
 inline int padded_width(int width) { return (width + 15) / 16 * 16; }
 
-// What ROUTE writes for R rows: the buffer of 4 * k + 2 * experts + 2 words per row.
+// The buffer that ROUTE writes for R rows, which has 4 * k + 2 * experts + 2 words for each.
 struct Routes {
     int32_t* chosen;  // (R, k) each row's experts, ascending
     float* weights;  // (R, k)
