@@ -224,6 +224,12 @@ def test_experts():
     assert qwen(mlp_only_layers=[0, 1, 2, 3]) is None
     # Version 4 wrote num_experts where version 5 writes num_local_experts.
     assert qwen(num_local_experts=None, num_experts=6) == qwen()
+    # A config without dense layers may have no width for them; groups must hold as many experts as a token chooses.
+    assert ModelConfig.from_hf({**written("qwen3_5_moe_text"), "intermediate_size": None}).moe.intermediate_size == 512
+    glm = {**written("glm4_moe"), "n_group": 32, "topk_group": 1}
+    assert ModelConfig.from_hf({**glm, "num_experts_per_tok": 4}).moe.groups == (32, 1)
+    with refused(ConfigError, "`n_group` 32 and `topk_group` 1 do not fit 128 experts"):
+        ModelConfig.from_hf({**glm, "num_experts_per_tok": 5})
 
 
 def test_rope_in_all_spellings():

@@ -387,8 +387,8 @@ class Routed:
             epilogue, fields = _CLAMPED, {"eps": clamp[0], "cap": clamp[1]}
         self.program.add(
             out.buffer, x.settled().buffer, kind=_EXPERTS, routes=self.buffer, gathers=gathers,
-            num_in=experts[0].num_in, num_out=num_out, is_gated=experts[0].gated, epilogue=epilogue, weight=ctypes.addressof(table),
-            **self.sizes, **fields,
+            num_in=experts[0].num_in, num_out=num_out, is_gated=experts[0].gated, epilogue=epilogue,
+            weight=ctypes.addressof(table), **self.sizes, **fields,
         )  # fmt: skip
         return out
 

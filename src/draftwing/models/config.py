@@ -540,6 +540,9 @@ def _newest(read: ConfigReader, family: Family, first: str, key: str) -> str:
 
 
 def _intermediate_size(read: ConfigReader, family: Family) -> int:
+    experts = family.experts
+    if experts is not None and experts.is_everywhere and read.config.get("intermediate_size") is None:
+        return int(read.setting(experts.size))
     size = read.integer(_newest(read, family, "block_ff_dim", "intermediate_size"))
     if not family.is_rounded_up or not read.flag("block_auto_adjust_ff_dim", True):
         return size

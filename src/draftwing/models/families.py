@@ -95,6 +95,11 @@ class ExpertTraits:
     def is_stacked(self) -> bool:
         return len(self.matrices) == 2
 
+    @property
+    def is_everywhere(self) -> bool:
+        """True if every layer has experts."""
+        return self.num_dense is None and not self.has_dense_layers
+
 
 @dataclass(frozen=True)
 class Family:
