@@ -351,6 +351,8 @@ DRAFTERS = {
     "dflash-rule": Case(block("dflash", num_layers=1, unroll_steps=4), erratic(5, 4, 12), anything),
     "dspark-dynamic": Case(block("dspark", num_layers=1, rank=4), Budget(4, 4, 9), anything),
     "dspark-rule": Case(block("dspark", num_layers=1, rank=4), erratic(5, 4, 12), anything),
+    "domino-dynamic": Case(block("domino", num_layers=1, rank=4, state_size=6), Budget(4, 4, 9), anything),
+    "domino-rule": Case(block("domino", num_layers=1, rank=4, state_size=6), erratic(5, 4, 12), anything),
     "self-tree": Case(lambda lab, kind: CausalLMDrafter(lab.itself, VOCAB), Budget(3, 3)),
     "lookup-chain": Case(lambda lab, kind: LookupDrafter(VOCAB, 1), Budget(6), lambda stats: True),
     "lookup-tree": Case(lambda lab, kind: LookupDrafter(VOCAB, 1), Budget(4, 3), lambda stats: True),
@@ -414,7 +416,7 @@ VARIANTS = (
     "llma-chain", "rest-chain", "rest-tree", "suffix-chain", "suffix-tree", "eagle3+lookup-rule-chain",
     "eagle1+eagle3", "self+lookup", "self+lm+lookup-rule", "staged-chain", "staged-tree", "staged-self",
     "staged+lookup", "lookahead", "lookahead-chain", "lookahead+eagle3", "skip-chain", "skip-tree", "exit-dynamic",
-    "exit-static", "kangaroo-chain", "kangaroo-dynamic",
+    "exit-static", "kangaroo-chain", "kangaroo-dynamic", "domino-dynamic",
 )  # fmt: skip
 # What a target's family may matter to: its features, its LM head, its slots. Others meet a few families.
 EVERYWHERE = (

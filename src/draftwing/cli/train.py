@@ -89,6 +89,9 @@ class Training:
     fc_norm: bool = option(False, "EAGLE-3.1: a norm for each tap.", expert=True)
     norm_output: bool = option(False, "EAGLE-3.1: feed back the normed state.", expert=True)
     num_layers: int | None = option(None, "Layers of a new net. [default: the method's]", expert=True)
+    mask_token_id: int | None = option(
+        None, "DFlash, DSpark, Domino: an unused token as the mask, for other engines. [default: a vector]", expert=True
+    )
     hidden_size: int | None = option(None, "Width of a new draft model. [default: half of the target's]", expert=True)
     num_heads: int | None = option(None, "Attention heads of a new draft model. [default: each 64 wide]", expert=True)
     own_text: float = option(0.0, "Share of the batches that the draft model writes itself.", expert=True)

@@ -406,8 +406,21 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 def read_pickled(path: Path) -> dict[str, Tensor]:
     """Return all tensors of a pickled file; see ``read_tensors``."""
+    stored = unpickle(path)
+    if not isinstance(stored, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in stored.items()
+    ):
+        raise CheckpointError(
+            f"{path}: expected a dictionary from names to tensors, found {type(stored).__name__} with other things in "
+            f"it: have its author save the model's state dict"
+        )
+    return {name: value.detach() for name, value in stored.items()}
+
+
+def unpickle(path: Path) -> Any:
+    """Return a pickled object of tensors, read without running code from the file."""
     try:
-        stored = torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path}: expected only tensors, found something that would run code when it is read, or a damaged file "
@@ -417,11 +430,3 @@ def read_pickled(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(
             f"{path}: expected a whole PyTorch checkpoint, found a damaged one ({error}): download it again"
         ) from error
-    if not isinstance(stored, dict) or not all(
-        isinstance(name, str) and isinstance(value, Tensor) for name, value in stored.items()
-    ):
-        raise CheckpointError(
-            f"{path}: expected a dictionary from names to tensors, found {type(stored).__name__} with other things in "
-            f"it: have its author save the model's state dict"
-        )
-    return {name: value.detach() for name, value in stored.items()}

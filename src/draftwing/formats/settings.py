@@ -14,7 +14,6 @@ Those inside ``eagle_config`` count *outputs* (one less) for Model-Optimizer and
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, get_args
@@ -129,13 +128,12 @@ def is_medusa(config: Mapping[str, Any]) -> bool:
 
 
 def dflash_kind(config: Mapping[str, Any]) -> str | None:
-    """Return ``dflash`` or ``dspark`` for another project's config of that family; None for others."""
-    if "draftwing" in config:
-        return None
-    text = " ".join(_class_names(config)) + f" {config.get('speculators_model_type')}"
-    if "dspark" in text.lower():
-        return "dspark"
-    return "dflash" if re.search("dflash|domino", text.lower()) or "dflash_config" in config else None
+    """Return ``dflash``, ``dspark`` or ``domino`` for a config in another project's layout; None for others."""
+    nested = config.get("dflash_config")
+    projector = nested.get("projector_type") if isinstance(nested, Mapping) else None
+    text = " ".join([*_class_names(config), f"{config.get('speculators_model_type')} {projector}"]).lower()
+    kind = next((kind for kind in ("dspark", "domino", "dflash") if kind in text), None)
+    return "dflash" if kind is None and "dflash_config" in config else kind
 
 
 def claimed_version(config: Mapping[str, Any]) -> int | None:

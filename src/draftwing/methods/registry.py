@@ -131,6 +131,7 @@ register("medusa", _HERE + "medusa:Medusa", "Medusa heads", training={"medusa": 
 register("hydra", _HERE + "hydra:Hydra", "Hydra heads", training={"hydra": TrainingMethod("medusa", 5)})
 register("dflash", _HERE + "dflash:DFlash", "a DFlash net", training={"dflash": TrainingMethod("dflash", 7)})
 register("dspark", _HERE + "dspark:DSpark", "a DSpark net", training={"dspark": TrainingMethod("dflash", 7)})
+register("domino", _HERE + "domino:Domino", "a Domino net", training={"domino": TrainingMethod("dflash", 7)})
 register("kangaroo", _HERE + "kangaroo:Kangaroo", "a Kangaroo adapter", training={"kangaroo": TrainingMethod("eagle3")})
 register("layers", _HERE + "layer_skip:Layers", "layers that draftwing tune layers chose", needs="folder")
 register("early-exit", _HERE + "layer_skip:EarlyExit", "the target's first layers")
