@@ -418,9 +418,11 @@ def export(
 
 
 def _head_folder(head: Path, target: str | None) -> Path:
-    """Return the folder of a head, or of one that ships with the target (None: the default one) by its name."""
+    """Return the folder of a head, of a GGUF file, or of a head that ships with the target (None: the default)."""
+    from draftwing.models.resolve import resolve
+
     if head.exists():
-        return head
+        return resolve(head)
     entry = entry_of(target)
     shipped = {} if entry is None else entry.heads
     if str(head) in shipped and entry is not None:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from draftwing.errors import CheckpointError, ConfigError, DraftwingWarning, UnsupportedError
+from draftwing.formats.gguf_folder import link_of
+from draftwing.formats.gguf_weights import open_weights
 from draftwing.formats.identity import check_same_target
 from draftwing.formats.settings import (
     MAX_LAYERS,
@@ -42,7 +44,7 @@ from draftwing.methods.eagle_net import EagleConfig, EagleNet, default_taps, ten
 from draftwing.methods.net import TargetId
 from draftwing.models.config import read_config
 from draftwing.models.linear import Embedding, Linear
-from draftwing.models.weights import WeightFiles, check_finite
+from draftwing.models.weights import check_finite
 
 WEIGHTS, PICKLED = "model.safetensors", "pytorch_model.bin"
 _SHARDED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -163,7 +165,7 @@ def _names_in(folder: Path) -> list[str]:
     try:
         if weight_files(folder)[:1] == [PICKLED]:
             return list(read_tensors(folder))
-        with WeightFiles(folder) as files:
+        with open_weights(folder) as files:
             return files.keys()
     except CheckpointError:
         return []
@@ -400,8 +402,13 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     folder = Path(folder)
     if folder.is_dir() and weight_files(folder) == [PICKLED]:
         return read_pickled(folder / PICKLED)
-    with WeightFiles(folder) as files:
-        return {name: files.get(name) for name in files.keys()}  # noqa: SIM118  (not a dict)
+    with open_weights(folder) as files:
+        tensors = {name: files.get(name) for name in files.keys()}  # noqa: SIM118  (not a dict)
+    if link_of(folder) is not None and "d2t" in tensors:  # llama.cpp's files hold target ids
+        ids = tensors["d2t"]
+        tensors["t2d"] = torch.isin(torch.arange(read_config(folder)["vocab_size"]), ids)
+        tensors["d2t"] = ids - torch.arange(len(ids))
+    return tensors
 
 
 def read_pickled(path: Path) -> dict[str, Tensor]:

@@ -440,12 +440,13 @@ def command_for(to: str, target: str, folder: str, method: str, depth: int) -> s
         return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(config)}"
     if engine is None:
         return ""
+    # Of EAGLE a chain, as vLLM drafts; the last number counts the target's own token.
+    shape = {"--speculative-num-steps": str(depth), "--speculative-eagle-topk": "1"} if "eagle" in method else {}
     options = {
         "--model-path": target,
         "--speculative-algorithm": "DFLASH" if method == "domino" else method.upper(),
         "--speculative-draft-model-path": folder,
-        "--speculative-num-draft-tokens": str(depth + 1),  # with the target's own
+        **shape,
+        "--speculative-num-draft-tokens": str(depth + 1),
     }
-    if method.startswith("eagle"):  # a chain, as vLLM drafts
-        options |= {"--speculative-num-steps": str(depth), "--speculative-eagle-topk": "1"}
     return "python -m sglang.launch_server " + " ".join(f"{key} {shlex.quote(value)}" for key, value in options.items())
