@@ -25,10 +25,13 @@ from draftwing.methods.base import MEDUSA_TREE, Budget
 from draftwing.methods.block import BlockDrafter
 from draftwing.methods.calibration import Calibration
 from draftwing.methods.dflash import dflash_taps
+from draftwing.methods.eagle import ParallelDrafter
+from draftwing.methods.eagle_net import EagleConfig, EagleNet
 from draftwing.methods.medusa import PICKLE, load_medusa
 from draftwing.methods.method import NewNet
 from draftwing.methods.objectives import OBJECTIVES
 from draftwing.methods.registry import convert, diagnose, get_method, method_of_folder
+from draftwing.models.attention import CausalAttention
 from draftwing.models.config import ModelConfig, read_config
 from draftwing.models.context import Context, FeatureSpec, Row
 from draftwing.runtime.tree_builder import TreeBuilder
@@ -529,6 +532,30 @@ def test_dspark_drafts_along_each_path(folder_of):
             assert tokens[node] in logits.topk(2).indices
             probs[node] = probs[above] * float(sure * logits.softmax(-1)[tokens[node]])
             assert float(tree.confidence[row, node]) == pytest.approx(probs[node], rel=1e-3)
+
+
+# --- P-EAGLE ---------------------------------------------------------------------------------------------------------
+
+
+def test_peagle_drafts_a_chain_from_one_forward(folder_of):
+    """Every level's best tokens are those after the mask entries of one causal forward over the whole sequence."""
+    folder = folder_of("llama", head_dim=32)
+    target, ids = load_target(folder, prepack=False), torch.arange(3, 60, 3)
+    like = {"mask_token_id": 7, "num_levels": 4, "num_layers": 2, "fc_norm": True}
+    torch.manual_seed(3)
+    config = EagleConfig.for_target(3, ModelConfig.from_hf(read_config(folder)), len(ids), **like)
+    net = EagleNet(config, target.embedding.plain().float(), None, ids).requires_grad_(False)
+    net.mask_hidden.add_(torch.randn_like(net.mask_hidden))
+    deepest = 0
+    for sequence, pending, tree, row, nodes in drafted(target, ParallelDrafter(net, target), Budget(6, 2, 8)):
+        features = torch.cat([features_of(target, sequence, config.taps), net.mask_hidden.expand(3, -1)])
+        cis = net.rotary.cis(torch.arange(len(features)), upto=len(features)).view(len(features), 1, -1)
+        attend = CausalAttention(1, len(features), [None] * 2, 32**-0.5, cis)
+        read, _ = net.forward(torch.tensor([*sequence[1:], pending, 7, 7, 7]), net.fuse(features), attend)
+        logits = net.logits(read)[len(sequence) - 1 :]
+        check_levels(tree, row, nodes, lambda level, logits=logits: logits[level].topk(2).indices.tolist())
+        deepest = max(deepest, int(tree.depths[row].max()))
+    assert deepest == 4
 
 
 # --- DFlash and DSpark heads of others -------------------------------------------------------------------------------

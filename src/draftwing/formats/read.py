@@ -246,6 +246,8 @@ def load_head(folder: Path) -> Head:
     names = sort_names(stored, version, where, own_embedding=settings.own_embedding)
     config = find_config(settings, version, names, where)
     tensors = {key: stored[name] for key, name in names.net.items()}
+    if "mask_hidden" in tensors:
+        tensors["mask_hidden"] = tensors["mask_hidden"].flatten()
     check_tensors(tensor_shapes(config), {key: tuple(tensor.shape) for key, tensor in tensors.items()}, where)
     for key, tensor in tensors.items():
         if tensor.dtype not in _FLOATS:
@@ -381,7 +383,9 @@ def _warnings(settings: HeadSettings, names: Names, form: str) -> list[str]:
             f"for inputs: if the head was trained so, give taps=({ids})",
         ),
         (
-            settings.layout == "speculators" and settings.norm_before_residual is None,
+            settings.layout == "speculators"
+            and settings.norm_before_residual is None
+            and settings.mask_token_id is None,
             "config.json lacks `norm_before_residual`: true is taken, as vLLM does, while speculators' own converter "
             "meant false: add it",
         ),

@@ -45,7 +45,7 @@ from draftwing.formats.read import (
     read_tensors,
     weight_files,
 )
-from draftwing.formats.settings import FORMAT, TAP_IDS, dflash_kind, is_medusa, read_settings
+from draftwing.formats.settings import FORMAT, TAP_IDS, dflash_kind, is_medusa, is_parallel, read_settings
 from draftwing.formats.tensors import LM_HEAD, to_maps
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
 from draftwing.methods.net import TargetId
@@ -104,6 +104,7 @@ def _special_features(head: Head) -> dict[str, str]:
         ("layers", is_eagle3 and config.num_layers > 1, f"EAGLE-3 of {config.num_layers} layers"),
         ("qkv bias", is_eagle3 and config.qkv_bias, "biases of queries, keys and values in EAGLE-3"),
         ("qk norms", config.qk_norm, "norms of queries and keys (Qwen3's layer)"),
+        ("parallel", config.mask_token_id is not None, "P-EAGLE (use speculators)"),
         ("embedding", config.own_embedding, "an embedding of the head's own (SGLang takes the target's)"),
     )
     return {name: description for name, applies, description in cases if applies}
@@ -176,7 +177,9 @@ def _block(head: Head) -> Config:
         "calibration": asdict(config.calibration),
         "training": dict(head.training),
     }
-    return {**block, "own_embedding": True} if config.own_embedding else block
+    if config.own_embedding:
+        block["own_embedding"] = True
+    return block if config.mask_token_id is None else {**block, "num_levels": config.num_levels}
 
 
 def _published(head: Head, eagle1_class: str, *, name_taps: bool = True) -> Config:
@@ -188,6 +191,8 @@ def _published(head: Head, eagle1_class: str, *, name_taps: bool = True) -> Conf
         result["bias"] = config.fc_bias
     if config.version == 3:
         result |= _flags(config)
+        if config.mask_token_id is not None:
+            result |= {"architectures": ["PEagleDraftModel"], "mask_token_id": config.mask_token_id}
         if config.feature_size != config.hidden_size:
             result["target_hidden_size"] = config.feature_size
         if len(config.taps) != 3:
@@ -207,8 +212,12 @@ def _speculators(head: Head, depth: int) -> Config:
     }
     if len(config.taps) != 3:
         layer["num_aux_hidden_states"] = len(config.taps)
+    kind, more = "eagle3", {}
+    if config.mask_token_id is not None:
+        kind, depth, more = "peagle", config.num_levels, {"mask_token_id": config.mask_token_id}
     return {
-        "architectures": ["Eagle3Speculator"],
+        "architectures": ["PEagleSpeculator" if more else "Eagle3Speculator"],
+        **more,
         **_flags(config),
         "target_hidden_size": config.feature_size,
         TAP_IDS: list(config.taps) if head.knows_taps else None,
@@ -216,7 +225,7 @@ def _speculators(head: Head, depth: int) -> Config:
         "tie_word_embeddings": False,
         "torch_dtype": layer["torch_dtype"],
         "transformer_layer_config": layer,
-        **speculators_keys("eagle3", head.verifier, depth),
+        **speculators_keys(kind, head.verifier, depth),
         "draftwing": _block(head),
     }
 
@@ -272,7 +281,9 @@ def _tensors(head: Head, layout: str) -> dict[str, Tensor]:
     elif layout == "sglang" and head.config.version == 1:
         tensors.setdefault("fc.bias", zeros)
     elif layout == "speculators":
-        return {re.sub(r"^midlayer\.", "layers.0.", name): tensor for name, tensor in tensors.items()}
+        tensors = {re.sub(r"^midlayer\.", "layers.0.", name): tensor for name, tensor in tensors.items()}
+        if "mask_hidden" in tensors:
+            tensors["mask_hidden"] = tensors["mask_hidden"].view(1, 1, -1)
     return tensors
 
 
@@ -281,9 +292,9 @@ _SERVERS = (*_ALL_ENGINES, "two norms", "activation")
 # The features of ``_special_features`` that each layout cannot express.
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "draftwing": (),
-    "eagle": (*_ALL_ENGINES, "residual", "norms", "taps", "rope", "wide heads", "layers", "qkv bias"),
-    "vllm": (*_SERVERS, "bias"),
-    "sglang": (*_SERVERS, "residual", "layers", "qkv bias", "embedding"),
+    "eagle": ("parallel", *_ALL_ENGINES, "residual", "norms", "taps", "rope", "wide heads", "layers", "qkv bias"),
+    "vllm": ("parallel", *_SERVERS, "bias"),
+    "sglang": ("parallel", *_SERVERS, "residual", "layers", "qkv bias", "embedding"),
     "speculators": ("eagle1", *_SERVERS),
 }
 
@@ -408,8 +419,8 @@ def convert(
             warnings.warn(DraftwingWarning(text), stacklevel=2)
     save_head(destination, head, to, depth=depth)
     copy_stored(source, destination)
-    name, version = destination.resolve().name, head.config.version
-    method = "eagle" if version == 1 else "eagle3"
+    name, config = destination.resolve().name, head.config
+    method = "eagle" if config.version == 1 else "eagle3" if config.mask_token_id is None else "peagle"
     copy_card(source, destination, to, command_for(to, head.verifier or "TARGET", name, method, depth))
 
 
@@ -426,6 +437,8 @@ def serve_command(to: str, target: str, folder: Path, depth: int) -> str:
     elif (kind := dflash_kind(config)) is not None:
         settings = config["draftwing"]["config"]
         method, depth = kind, settings["block_size"] - 1 + settings["from_anchor"]  # the block that it was trained for
+    elif is_parallel(config):
+        method = "peagle"
     else:
         version = find_version(read_settings(config, f"{folder}/config.json"), read_tensors(folder), str(folder))
         method = "eagle" if version == 1 else "eagle3"
@@ -436,17 +449,22 @@ def command_for(to: str, target: str, folder: str, method: str, depth: int) -> s
     """Return the command that serves a head by an engine's name of its method; empty if no engine reads the layout."""
     engine = SERVED_BY.get(to)
     if engine == "vllm":  # without a method it guesses one from the folder's name
-        config = json.dumps({"method": method, "model": folder, "num_speculative_tokens": depth})
+        options = {"method": method, "model": folder, "num_speculative_tokens": depth}
+        if method == "peagle":
+            options |= {"method": "eagle3", "parallel_drafting": True}
+        config = json.dumps(options)
         return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(config)}"
     if engine is None:
         return ""
-    # Of EAGLE a chain, as vLLM drafts; the last number counts the target's own token.
+    # EAGLE drafts a chain, as in vLLM. The last number counts the target's own token.
     shape = {"--speculative-num-steps": str(depth), "--speculative-eagle-topk": "1"} if "eagle" in method else {}
-    options = {
+    arguments = {
         "--model-path": target,
         "--speculative-algorithm": "DFLASH" if method == "domino" else method.upper(),
         "--speculative-draft-model-path": folder,
         **shape,
         "--speculative-num-draft-tokens": str(depth + 1),
     }
-    return "python -m sglang.launch_server " + " ".join(f"{key} {shlex.quote(value)}" for key, value in options.items())
+    return "python -m sglang.launch_server " + " ".join(
+        f"{key} {shlex.quote(value)}" for key, value in arguments.items()
+    )
