@@ -390,7 +390,7 @@ def convert(
 def export(
     head: Path = _HEAD,
     out: Path = option(..., "Folder to write.", "-o"),
-    to: str = option("vllm", "vllm or sglang."),
+    to: str = option("vllm", "vllm, sglang or speculators (read by vLLM)."),
     target: str | None = option(None, "Folder, name or hub id of the model that the engine serves.", "-t"),
     depth: int = option(3, "Number of draft tokens in a row.", min=1),
 ) -> None:
@@ -405,7 +405,7 @@ def export(
     from draftwing.models.resolve import fetch
 
     if to not in SERVED_BY:
-        raise ConfigError(f"no engine serves the layout {to!r}: choose vllm or sglang (or use convert)")
+        raise ConfigError(f"no engine serves the layout {to!r}: choose vllm, sglang or speculators (or use convert)")
     run(_head_folder(head, target), out, to, target=_target_id(target), depth=depth)
     entry = entry_of(target)  # engines do not know our names
     served = str(target if entry is None else fetch(entry))
