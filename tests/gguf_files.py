@@ -238,6 +238,46 @@ def write(
     return out
 
 
+HEADS = {
+    "midlayer.": "blk.0.", "layers.": "blk.", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "lm_head": "output", "embed_tokens": "token_embd",
+}  # fmt: skip
+
+
+def write_head_file(head: Path, target: Path, out: Path, architecture: str, **fields: Any) -> Path:
+    """An EAGLE-3 or DFlash head's folder as a GGUF file, as llama.cpp's converter writes it; ``fields`` are added."""
+    config = json.loads((head / "config.json").read_text())
+    writer = gguf.GGUFWriter(out, architecture)
+    add_sizes(writer, config)
+    add_byte_level(writer, target, config["vocab_size"])
+    for name, value in {"vocab_size": config["vocab_size"], **fields}.items():
+        key = name if "." in name else f"{architecture}.{name}"
+        writer.add_array(key, value) if isinstance(value, list) else writer.add_key_value(
+            key, value, gguf.GGUFValueType.BOOL if isinstance(value, bool) else gguf.GGUFValueType.UINT32
+        )
+    tensors = load_file(head / "model.safetensors")
+    tensors.pop("t2d", None)
+    for name, weight in tensors.items():
+        if name == "d2t":
+            writer.add_tensor(name, (weight + torch.arange(len(weight))).numpy())
+            continue
+        new = {"hidden_norm.weight": "enc.output_norm.weight", "norm.weight": "output_norm.weight"}.get(name, name)
+        for old, short in HEADS.items():
+            new = new.replace(old, short)
+        new = new.replace("hidden_norm", "attn_norm_2")
+        if architecture == "eagle3" and ("attn_q." in new or "attn_k." in new):
+            weight = interleave(weight, config["num_attention_heads" if "attn_q" in new else "num_key_value_heads"])
+        writer.add_tensor(new, weight.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
 def quantised(weight: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
     """A matrix in a format; where the package cannot round to one, blocks of random levels with sane scales."""
     try:

@@ -25,10 +25,13 @@ from draftwing.methods.base import MEDUSA_TREE, Budget
 from draftwing.methods.block import BlockDrafter
 from draftwing.methods.calibration import Calibration
 from draftwing.methods.dflash import dflash_taps
+from draftwing.methods.eagle import ParallelDrafter
+from draftwing.methods.eagle_net import EagleConfig, EagleNet
 from draftwing.methods.medusa import PICKLE, load_medusa
 from draftwing.methods.method import NewNet
 from draftwing.methods.objectives import OBJECTIVES
 from draftwing.methods.registry import convert, diagnose, get_method, method_of_folder
+from draftwing.models.attention import CausalAttention
 from draftwing.models.config import ModelConfig, read_config
 from draftwing.models.context import Context, FeatureSpec, Row
 from draftwing.runtime.tree_builder import TreeBuilder
@@ -40,7 +43,7 @@ from draftwing.train.options import TrainOptions
 from draftwing.tree import PAD
 from test_exact import erratic
 
-BLOCKS = ("medusa", "hydra", "dflash", "dspark")
+BLOCKS = ("medusa", "hydra", "dflash", "dspark", "domino")
 
 
 @pytest.fixture(scope="module")
@@ -496,6 +499,23 @@ def test_dsparks_loss_is_the_papers(small, folder_of):
     assert net.trust.weight.grad.abs().max() > 0
 
 
+def test_dominos_loss_reads_the_texts_tokens(small, folder_of):
+    """Every level is trained on the distribution that it drafts with, after the tokens of the text."""
+    net = new_net("domino", small, folder_of("llama", head_dim=32), num_layers=1, unroll_steps=3, rank=6, state_size=5)
+    found, loss = scored(small, net), get_method("domino").loss(net, OBJECTIVES["dflash"], 3).eval()
+    sums, wanted = loss(found, Truth.of(found, small.head, None, torch.float32)), []
+    with torch.no_grad():
+        for level, row, entry, guessed, p in guesses(found, range(small.vocab_size), 3, (0, 4, 8)):
+            read = dflash_block(net, found.features[row, : entry + 1], found.batch.ids[row, entry + 1])
+            block, carried = net.open(read[None], 3), None
+            for place in range(level + 1):
+                guess = net.guess(place, block, found.batch.ids[row, entry + 1 + place].view(1, 1), carried)
+                carried = guess.carried
+            assert guessed == entry + 2 + level
+            wanted.append((level, F.cross_entropy(guess.logits[0, 0], p.softmax(-1))))
+    check_loss(sums, wanted, 1e-3)
+
+
 def test_dspark_drafts_along_each_path(folder_of):
     """Every node among the best after the token before it; the less sure, the less likely."""
     folder = folder_of("llama", head_dim=32)
@@ -514,6 +534,30 @@ def test_dspark_drafts_along_each_path(folder_of):
             assert float(tree.confidence[row, node]) == pytest.approx(probs[node], rel=1e-3)
 
 
+# --- P-EAGLE ---------------------------------------------------------------------------------------------------------
+
+
+def test_peagle_drafts_a_chain_from_one_forward(folder_of):
+    """Every level's best tokens are those after the mask entries of one causal forward over the whole sequence."""
+    folder = folder_of("llama", head_dim=32)
+    target, ids = load_target(folder, prepack=False), torch.arange(3, 60, 3)
+    like = {"mask_token_id": 7, "num_levels": 4, "num_layers": 2, "fc_norm": True}
+    torch.manual_seed(3)
+    config = EagleConfig.for_target(3, ModelConfig.from_hf(read_config(folder)), len(ids), **like)
+    net = EagleNet(config, target.embedding.plain().float(), None, ids).requires_grad_(False)
+    net.mask_hidden.add_(torch.randn_like(net.mask_hidden))
+    deepest = 0
+    for sequence, pending, tree, row, nodes in drafted(target, ParallelDrafter(net, target), Budget(6, 2, 8)):
+        features = torch.cat([features_of(target, sequence, config.taps), net.mask_hidden.expand(3, -1)])
+        cis = net.rotary.cis(torch.arange(len(features)), upto=len(features)).view(len(features), 1, -1)
+        attend = CausalAttention(1, len(features), [None] * 2, 32**-0.5, cis)
+        read, _ = net.forward(torch.tensor([*sequence[1:], pending, 7, 7, 7]), net.fuse(features), attend)
+        logits = net.logits(read)[len(sequence) - 1 :]
+        check_levels(tree, row, nodes, lambda level, logits=logits: logits[level].topk(2).indices.tolist())
+        deepest = max(deepest, int(tree.depths[row].max()))
+    assert deepest == 4
+
+
 # --- DFlash and DSpark heads of others -------------------------------------------------------------------------------
 
 NESTED = {"mask_token_id": 7, "target_layer_ids": [0, 1]}
@@ -523,6 +567,9 @@ WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
 Z_LAB = {"architectures": ["DFlashDraftModel"], "block_size": 4, "num_target_layers": 3, "dflash_config": NESTED}
 SPECFORGE = {"projector_type": "dspark", "attention_mode": "gqa", "confidence_head_alpha": 1.0, **FLAT}
 SPECULATORS = {"block_size": 4, "mask_token_id": 7, "aux_hidden_state_layer_ids": [1, 2], "draft_vocab_size": 20}
+DOMINO = {**NESTED, "projector_type": "domino", "emb_dim": 6, "gru_hidden_dim": 10, "shift_label": True}
+DOMINO["pure_draft_prefix_len"] = 1
+MEANT = {"from_anchor": True, "rank": 6, "state_size": 10, "num_uncorrected": 1}
 # Config fields of published layouts: of the top level, and of the layer's shape; their kind; and the net they mean.
 PUBLISHED = {
     "z-lab": (Z_LAB, {}, "dflash", {"windows": (), "causal": (), "from_anchor": False, "mask_token_id": 7}),
@@ -546,6 +593,11 @@ PUBLISHED = {
     "speculators": (
         {"speculators_model_type": "dflash", **SPECULATORS, "sliding_window_non_causal": True},
         WINDOWS, "dflash", {"windows": (5, None), "causal": (), "own_head": True},
+    ),
+    "domino": ({**Z_LAB, "architectures": ["DominoDraftModel"], "dflash_config": DOMINO}, {}, "domino", MEANT),
+    "domino masks": (
+        {**Z_LAB, "dflash_config": {**DOMINO, "shift_label": False, "pure_draft_prefix_len": 0}},
+        {}, "domino", {**MEANT, "from_anchor": False, "num_uncorrected": 0},
     ),
     "speculators dspark": (
         {"speculators_model_type": "dspark", **SPECULATORS, **MARKOV, "sample_from_anchor": False},
@@ -598,10 +650,25 @@ def published(place, layout, target, folder, drop=(), **changes):
         tensors |= {"markov_head.markov_w1.weight": torch.randn(vocab, 6), "confidence_head.proj.bias": torch.randn(1)}
         tensors |= {"markov_head.markov_w2.weight": torch.randn(drafted, 6)}
         tensors["confidence_head.proj.weight"] = matrix(1, hidden + 6 * ("confidence_head_with_markov" in str(top)))
+    if kind == "domino":
+        tensors |= {"prefix_gru.weight_ih_l0": matrix(30, hidden), "prefix_gru.weight_hh_l0": matrix(30, 10)}
+        tensors |= {"embed_proj.0.weight": matrix(6, hidden + 10), "embed_proj.2.weight": torch.randn(drafted, 6)}
     place.mkdir()
     (place / "config.json").write_text(json.dumps(config))
     save_file(tensors, place / "model.safetensors")
     return place, tensors
+
+
+def correction(kind, net, tensors, x, path):
+    """What the tokens of a path, from the pending one on, add to the logits of a place with state x (H,)."""
+    if kind == "dspark":
+        return tensors["markov_head.markov_w2.weight"] @ net.embedding_before[path[-1]]
+    if kind == "dflash" or len(path) <= net.config.num_uncorrected:
+        return 0
+    gru = torch.nn.GRU(len(x), net.config.state_size, bias=False)
+    gru.load_state_dict({name.removeprefix("prefix_gru."): each for name, each in tensors.items() if "gru" in name})
+    state = gru(net.embedding.table[path])[0][-1].detach()
+    return tensors["embed_proj.2.weight"] @ F.silu(tensors["embed_proj.0.weight"] @ torch.cat([x, state]))
 
 
 @pytest.mark.parametrize("layout", PUBLISHED)
@@ -627,35 +694,99 @@ def test_heads_of_others_draft_as_their_nets_do(layout, folder_of, tmp_path):
     drafter = BlockDrafter(net, target)
     for sequence, pending, tree, row, nodes in drafted(target, drafter, Budget(net.num_levels, 2, children="top")):
         read = dflash_block(net, features_of(target, sequence, net.config.taps), pending)
-        tokens, depths = tree.tokens[row].tolist(), tree.depths[row].tolist()
+        tokens = tree.tokens[row].tolist()
         for node in nodes:
-            above = int(tree.parents[row, node])
-            logits = head @ read[first + depths[above]]
-            if kind == "dspark":
-                logits = logits + tensors["markov_head.markov_w2.weight"] @ net.embedding_before[tokens[above]]
-            assert tokens[node] in ids[logits.topk(2).indices]
+            path = [tokens[node]]
+            while (node := int(tree.parents[row, node])) >= 0:
+                path.insert(0, tokens[node])
+            x = read[first + len(path) - 2]
+            logits = head @ x + correction(kind, net, tensors, x, path[:-1])
+            assert path[-1] in ids[logits.topk(2).indices]
 
 
-@pytest.mark.parametrize("layout", ["z-lab windows", "deepspec", "speculators dspark"])
-def test_heads_of_others_in_our_layout(layout, small, folder_of, tmp_path):
-    folder = folder_of("llama", head_dim=32)
-    place, _ = published(tmp_path / "head", layout, small, folder)
-    convert(place, tmp_path / "ours", "draftwing")
-    method = method_of_folder(tmp_path / "ours")
-    one, other = (method.read(path, small.embedding, small.head) for path in (place, tmp_path / "ours"))
+def check_equal(one, other):
     assert one.config == other.config
+    assert one.tensors().keys() == other.tensors().keys()
     assert all(torch.equal(tensor, other.tensors()[name]) for name, tensor in one.tensors().items())
     assert one.target_ids is other.target_ids is None or torch.equal(one.target_ids, other.target_ids)
+
+
+WRITTEN = {
+    "z-lab": ["draftwing", "vllm", "sglang", "speculators"],
+    "z-lab windows": ["draftwing", "vllm", "sglang"],
+    "vllm windows": ["draftwing", "vllm", "speculators"],
+    "nested size": ["draftwing", "vllm", "speculators"],
+    "specforge": ["draftwing", "vllm", "speculators"],
+    "deepspec": ["draftwing", "vllm", "speculators"],
+    "speculators": ["draftwing", "vllm", "speculators"],
+    "domino": ["draftwing", "sglang"],
+    "domino masks": ["draftwing"],
+    "speculators dspark": ["draftwing", "speculators"],
+}
+
+
+@pytest.mark.parametrize("layout", PUBLISHED)
+def test_heads_of_others_in_other_layouts(layout, small, folder_of, tmp_path):
+    """Every layout that can express a head keeps its numbers, the first as it was published."""
+    place, tensors = published(tmp_path / "head", layout, small, folder_of("llama", head_dim=32))
+    method, own = method_of_folder(place), target_id(small)
+    net = method.read(place, small.embedding, small.head, own)
+    for to in method.layouts:
+        if to not in WRITTEN[layout]:
+            with refused(UnsupportedError, f"the {to} layout cannot express"):
+                convert(place, tmp_path / to, to, target=own)
+            continue
+        convert(place, tmp_path / to, to, target=own)
+        read = method.read(tmp_path / to, small.embedding, small.head, own)
+        target = None if to == "draftwing" else own
+        assert read.config.target == target
+        read.config = replace(read.config, target=None)
+        check_equal(net, read)
+        assert all(finding.status == "ok" for finding in diagnose(tmp_path / to) if finding.name == "head")
+        if to != "draftwing":
+            again = load_file(tmp_path / to / "model.safetensors")
+            assert all(torch.equal(again[name][..., : tensor.shape[-1]], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("mask", [9, None])
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "domino"])
+def test_trained_blocks_in_other_layouts(kind, mask, small, folder_of, tmp_path):
+    """A head reads the same without the part that only Draftwing reads; a mask vector goes to vLLM's DFlash alone."""
+    folder, method, own = folder_of("llama", head_dim=32), get_method(kind), target_id(small)
+    fields = {"calibration": Calibration(0.5, 0.25, 0.75), "mask_token_id": mask}
+    net = saved(kind, small, folder, tmp_path / "head", num_layers=2, **fields)
+    for to in method.layouts[1:]:
+        if (kind, to) == ("dspark", "vllm") or (mask is None and (kind, to) != ("dflash", "vllm")):
+            feature = "masks alone that guess" if mask else "a trained mask vector (train with `--mask-token-id`"
+            with refused(UnsupportedError, f"the {to} layout cannot express {feature}"):
+                convert(tmp_path / "head", tmp_path / to, to)
+            continue
+        convert(tmp_path / "head", tmp_path / to, to)
+        assert (tmp_path / to / "mask_embedding.pt").exists() is (mask is None)
+        check_equal(net, method.read(tmp_path / to, small.embedding, small.head, own))
+        config = read_config(tmp_path / to)
+        (tmp_path / to / "config.json").write_text(json.dumps({**config, "block_size": 3}))
+        with refused(CheckpointError, "describes two nets"):
+            method.read(tmp_path / to, small.embedding, small.head)
+        del config["draftwing"]
+        (tmp_path / to / "config.json").write_text(json.dumps(config))
+        read = method.read(tmp_path / to, small.embedding, small.head, own)
+        net.config = replace(net.config, calibration=Calibration(), target=None)
+        check_equal(net, read)
+        net.config = replace(net.config, calibration=fields["calibration"], target=own)
+
+
+def test_a_mask_file_without_a_vector(small, folder_of, tmp_path):
+    place, _ = published(tmp_path / "head", "z-lab", small, folder_of("llama", head_dim=32))
+    torch.save([], place / "mask_embedding.pt")
+    with refused(CheckpointError, "mask_embedding.pt", "download the head again"):
+        method_of_folder(place).read(place, small.embedding, small.head)
 
 
 @pytest.mark.parametrize(
     ("layout", "changes", "part"),
     [
-        (
-            "z-lab",
-            {"architectures": ["DominoDraftModel"], "dflash_config": {**NESTED, "projector_type": "domino"}},
-            "domino",
-        ),
+        ("domino", {"speculators_model_type": "dflash", **SPECULATORS}, "`speculators_model_type` is 'dflash'"),
         ("z-lab", {"architectures": ["DFlash2DraftModel"], "conv_kernel_size": 2}, "`conv_kernel_size` is 2"),
         ("z-lab", {"dflash_config": {**NESTED, "window_growth": 2}}, "`dflash_config` has 'window_growth'"),
         ("z-lab", {"dflash_config": {**NESTED, "attention_sink_bias": True}}, "`attention_sink_bias` is True"),
@@ -681,6 +812,7 @@ def test_settings_that_are_not_honoured_are_named(layout, changes, part, small, 
         ("z-lab windows", [], {"use_sliding_window": False}, "no window: correct `use_sliding_window`"),
         ("z-lab windows", [], {"layer_types": ["full_attention"]}, "`layer_types` must name"),
         ("z-lab windows", [], {"sliding_window": 3}, "a sliding window must be at least block_size 4"),
+        ("domino", [], {"dflash_config": {**DOMINO, "emb_dim": None}}, "lacks `emb_dim`"),
         ("z-lab", [], {"dflash_config": {**NESTED, "mask_token_id": 61}}, "mask_token_id must be a token below 61"),
         ("speculators", ["sliding_window_non_causal"], {}, "lacks `sliding_window_non_causal`"),
         ("speculators dspark", ["sample_from_anchor"], {}, "lacks `sample_from_anchor`"),

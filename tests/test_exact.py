@@ -30,6 +30,7 @@ from draftwing.formats.identity import target_id
 from draftwing.methods.base import EAGLE_TREE, MEDUSA_TREE, Budget, Drafter, NoDrafter
 from draftwing.methods.block import BlockDrafter
 from draftwing.methods.causal_lm import CausalLMDrafter, StagedDrafter, TranslatingDrafter
+from draftwing.methods.eagle import ParallelDrafter
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
 from draftwing.methods.ensemble import CombinedDrafter, DraftCalibration
 from draftwing.methods.kangaroo import KangarooConfig, KangarooDrafter, KangarooNet
@@ -166,6 +167,10 @@ def all_taken(stats: Stats) -> bool:
 
 def eagle(version: int, **changes) -> Callable[[Lab, str], Drafter]:
     return lambda lab, kind: EagleDrafter(lab.head(version, tuple(changes.items())), lab.target)
+
+
+def parallel(lab: Lab, kind: str) -> Drafter:
+    return ParallelDrafter(lab.head(3, (("mask_token_id", 7), ("num_layers", 2))), lab.target)
 
 
 def lm(lab: Lab, kind: str) -> Drafter:
@@ -322,6 +327,9 @@ DRAFTERS = {
     "eagle3-dynamic": Case(eagle(3), Budget(4, 8, 24)),
     "eagle3-few-tokens": Case(eagle(3, draft_vocab_size=40), Budget(4, 8, 24)),
     "eagle3.1-dynamic": Case(eagle(3, fc_norm=True, norm_output=True), Budget(3, 8, 20)),
+    "peagle-chain": Case(parallel, Budget(4), anything),
+    "peagle-dynamic": Case(parallel, Budget(9, 4, 12), anything),
+    "peagle-rule": Case(parallel, erratic(5, 4, 12), anything),
     "mtp-chain": Case(mtp, Budget(4), anything),
     "mtp-dynamic": Case(mtp, Budget(3, 6, 14)),
     "mtp-modules-chain": Case(mtp_chain, Budget(4), anything),
@@ -351,6 +359,8 @@ DRAFTERS = {
     "dflash-rule": Case(block("dflash", num_layers=1, unroll_steps=4), erratic(5, 4, 12), anything),
     "dspark-dynamic": Case(block("dspark", num_layers=1, rank=4), Budget(4, 4, 9), anything),
     "dspark-rule": Case(block("dspark", num_layers=1, rank=4), erratic(5, 4, 12), anything),
+    "domino-dynamic": Case(block("domino", num_layers=1, rank=4, state_size=6), Budget(4, 4, 9), anything),
+    "domino-rule": Case(block("domino", num_layers=1, rank=4, state_size=6), erratic(5, 4, 12), anything),
     "self-tree": Case(lambda lab, kind: CausalLMDrafter(lab.itself, VOCAB), Budget(3, 3)),
     "lookup-chain": Case(lambda lab, kind: LookupDrafter(VOCAB, 1), Budget(6), lambda stats: True),
     "lookup-tree": Case(lambda lab, kind: LookupDrafter(VOCAB, 1), Budget(4, 3), lambda stats: True),
@@ -414,7 +424,7 @@ VARIANTS = (
     "llma-chain", "rest-chain", "rest-tree", "suffix-chain", "suffix-tree", "eagle3+lookup-rule-chain",
     "eagle1+eagle3", "self+lookup", "self+lm+lookup-rule", "staged-chain", "staged-tree", "staged-self",
     "staged+lookup", "lookahead", "lookahead-chain", "lookahead+eagle3", "skip-chain", "skip-tree", "exit-dynamic",
-    "exit-static", "kangaroo-chain", "kangaroo-dynamic",
+    "exit-static", "kangaroo-chain", "kangaroo-dynamic", "domino-dynamic", "peagle-chain", "peagle-dynamic",
 )  # fmt: skip
 # What a target's family may matter to: its features, its LM head, its slots. Others meet a few families.
 EVERYWHERE = (

@@ -24,6 +24,7 @@ from draftwing.loading import load_target
 from draftwing.methods.calibration import Calibration
 from draftwing.methods.eagle_net import EagleConfig, EagleNet, default_taps, tensor_shapes
 from draftwing.methods.net import TargetId
+from draftwing.methods.registry import method_of_folder
 from draftwing.methods.unroll import unroll
 from draftwing.models.config import ModelConfig, read_config
 from draftwing.models.linear import Linear
@@ -61,6 +62,7 @@ VARIANTS = {
     "eagle1-layers": (1, {"num_layers": 3}, "eagle vllm sglang", "EAGLE-1"),
     "eagle1-qkv-bias": (1, {"qkv_bias": True, "num_layers": 2}, "eagle vllm sglang", "EAGLE-1"),
     "eagle1-embedding": (1, {"own_embedding": True}, "eagle vllm", {"sglang": OWN, "speculators": "EAGLE-1"}),
+    "peagle": (3, {"num_layers": 2, "mask_token_id": 3, "num_levels": 5}, "speculators", "P-EAGLE (use speculators)"),
     "eagle3-layers": (3, {"num_layers": 3}, "vllm speculators", "EAGLE-3 of 3 layers"),
     "eagle3-qkv-bias": (3, {"qkv_bias": True}, "vllm speculators", "biases of queries, keys and values in EAGLE-3"),
     "eagle3-qk-norm": (3, {"qk_norm": True, "num_layers": 2}, "", "norms of queries and keys"),
@@ -641,6 +643,26 @@ def speculators_config(**more):
     }
 
 
+def test_peagle_of_others(tmp_path):
+    """As speculators and vLLM name it: the mask's token and features, and no normed residual unless it is stated."""
+    config = speculators_config(speculators_model_type="peagle", mask_token_id=5, norm_before_residual=None)
+    tensors = {**raw_third(), **MAPS, "mask_hidden": torch.randn(1, 1, 96)}
+    folder = foreign(tmp_path / "head", config, tensors)
+    net = load(folder)
+    assert (net.kind, net.config.mask_token_id, net.config.num_levels) == ("peagle", 5, 3)
+    assert not net.config.norm_before_residual
+    assert torch.equal(net.mask_hidden, tensors["mask_hidden"].flatten())
+    assert method_of_folder(folder).name == "peagle"
+    command = serve_command("vllm", "m", folder, 2).replace(str(folder), "h")
+    assert '"eagle3", "model": "h", "num_speculative_tokens": 2, "parallel_drafting": true' in command
+    set_config(folder, mask_token_id=VOCAB)
+    with refused(ConfigError, f"mask_token_id must be a token below {VOCAB}", "correct it in config.json"):
+        load(folder)
+    set_config(folder, "mask_token_id")
+    with refused(ConfigError, "lacks `mask_token_id`", "a P-EAGLE head reads"):
+        load(folder)
+
+
 def test_speculators(tmp_path):
     tensors = {**raw_third(base="layers.0"), **MAPS, "embed_tokens.weight": EMBEDDING.clone()}
     tensors["verifier_lm_head.weight"] = torch.randn(DRAFT, 32)
@@ -754,6 +776,7 @@ HIDDEN_NORM, ONES = "midlayer.hidden_norm.weight", torch.ones(32)
         ({HIDDEN_NORM: None}, (f"tensor '{HIDDEN_NORM}' is missing (1 of 13", "from one place again")),
         ({"lm_head.weight": None}, ("'lm_head.weight' is missing", "copy the target's lm_head.weight")),
         ({"surprise": ONES}, ("tensor 'surprise' has no place", "remove the tensor if it is not needed")),
+        ({"mask_hidden": ONES}, ("'mask_hidden' has no place", "set `mask_token_id`", "P-EAGLE")),
         ({"fc_norm.0.weight": ONES}, ("'fc_norm.0.weight' has no place", "set `fc_norm` to true")),
         ({"norm.weight": ONES[1:]}, ("norm.weight has shape (31,), expected (32,)", "one place")),
         ({"fc.weight": None}, ("without an fc.weight among them", "is this a language model's folder")),
@@ -772,7 +795,6 @@ def test_missing_unknown_and_misshapen_tensors(head, changes, parts):
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("mask_hidden", "several tokens in one forward"),
         ("additional_layers.0.hidden_norm.weight", "SGLang's further layers"),
         ("midlayer.self_attn.kv_a_proj_with_mqa.weight", "multi-head latent attention"),
         ("midlayer.mlp.up_proj.bias", "biases in the MLP"),
@@ -794,7 +816,6 @@ def test_heads_of_other_kinds(head, name, kind):
         ({"mlp_bias": True}, "`mlp_bias` is True: biases in the MLP"),
         ({"model_type": "kimi_k2", "kv_lora_rank": 8}, "`kv_lora_rank` is 8: multi-head latent attention"),
         ({"logit_scale": 0.5}, "`logit_scale` is 0.5: scaled logits"),
-        ({"architectures": ["PEagleDraftModel"]}, "['PEagleDraftModel']: a head that drafts several tokens"),
         ({"use_sliding_window": True, "sliding_window": 64}, "`use_sliding_window` is true"),
         ({"layer_types": ["sliding_attention"]}, "sliding_attention"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "RoPE type 'longrope'"),

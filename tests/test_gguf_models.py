@@ -1,5 +1,7 @@
 """Whole models out of GGUF files, drafted or not: in float32 arithmetic the numbers of their float32 expansion."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,13 +12,16 @@ from draftwing.cpu.library import get_kernel
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
 from draftwing.formats.gguf_folder import open_gguf
 from draftwing.formats.gguf_weights import import_gguf
+from draftwing.formats.identity import target_id_of_folder
 from draftwing.loading import load_target
 from draftwing.methods.base import Budget
+from draftwing.methods.eagle_net import EagleConfig, EagleNet
+from draftwing.methods.registry import convert, get_method
 from draftwing.models.context import FeatureSpec
 from draftwing.models.lean import LeanTarget
 from draftwing.models.weights import WeightFiles
 from draftwing.tree import DraftTree
-from gguf_files import FURTHER, changes_of, write
+from gguf_files import FURTHER, changes_of, write, write_head_file
 
 pytestmark = pytest.mark.skipif(get_kernel() is None, reason="no compiler")
 SHAPE = {"vocab_size": 300, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
@@ -168,7 +173,6 @@ def test_what_a_file_cannot_do_is_said(file_of, tmp_path):
 def test_a_head_is_trained_and_read_for_a_file(file_of, tmp_path):
     """A file is a model folder like any other: its name and what it is stand in the head."""
     from draftwing.formats.write import write_head
-    from draftwing.methods.eagle_net import EagleConfig, EagleNet
 
     file = file_of("Q4_1")
     target = load_target(open_gguf(file), device="cpu")
@@ -180,3 +184,46 @@ def test_a_head_is_trained_and_read_for_a_file(file_of, tmp_path):
     found = drafted.generate(PROMPTS, speculation=Budget(3), **options)
     assert [one.token_ids for one in found] == [one.token_ids for one in plain.generate(PROMPTS, **options)]
     assert all(one.stats.num_drafted for one in found)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_heads_as_files(kind, source, tmp_path):
+    """llama.cpp's files have the numbers of the folder that they were made from, and draft the same."""
+    target, own = load_target(source, prepack=False), target_id_of_folder(source)
+    torch.manual_seed(4)
+    if kind == "eagle3":
+        taps, ids = (0, 1, 2), torch.arange(20, 80, 2)
+        config = EagleConfig.for_target(3, target.config, len(ids), taps=taps, norm_before_residual=True)
+        net = EagleNet(config, target.embedding, target.head, ids)
+        fields = {"target_layers": [*taps], "target_hidden_size": target.hidden_size, "norm_before_residual": True}
+    else:
+        taps, method = (1, 2), get_method(kind)
+        config = method.config.for_target(target.config, taps, num_layers=1, mask_token_id=7, block_size=4)
+        net = method.net(config, target.embedding, target.head)
+        fields = {"target_layers": [*taps], "block_size": 4, "tokenizer.ggml.mask_token_id": 7}
+    get_method(kind).write(tmp_path / "head", net)
+    convert(tmp_path / "head", tmp_path / "folder", "vllm", target=own)
+    file = write_head_file(tmp_path / "folder", source, tmp_path / "head.gguf", kind, **fields)
+    read = get_method(kind).read(open_gguf(file), target.embedding, target.head, own)
+    assert replace(read.config, target=None) == replace(config, target=None)
+    assert all(torch.equal(tensor, net.tensors()[name]) for name, tensor in read.tensors().items())
+    options = {"max_tokens": 8, "ignore_eos": True, "speculation": Budget(3)}
+    texts = [dw.load(source, draft, device="cpu").generate(PROMPTS[:1], **options)[0] for draft in (file, "none")]
+    assert texts[0].token_ids == texts[1].token_ids
+    assert texts[0].stats.num_drafted
+    with refused(CheckpointError, "head.gguf", "is a draft head, not a language model"):
+        dw.load(file, "none", device="cpu")
+    for name, value, part in (
+        ("target_layers", None, f"lacks `{kind}.target_layers`"),
+        ("norm_before_fc", True, f"`{kind}.norm_before_fc` True is not supported"),
+        (f"{kind}.attention.sliding_window", 5, f"`{kind}.attention.sliding_window` 5 is not supported"),
+    ):
+        changed = {key: each for key, each in {**fields, name: value}.items() if each is not None}
+        other = write_head_file(tmp_path / "folder", source, tmp_path / f"{name}.gguf", kind, **changed)
+        with refused(ConfigError if value is None else UnsupportedError, part):
+            open_gguf(other)
+
+
+def test_a_models_file_is_no_head(file_of, tmp_path):
+    with refused(UnsupportedError, "holds a causal LM, which has no other layout"):
+        convert(open_gguf(file_of("Q4_1")), tmp_path / "out", "vllm")

@@ -95,7 +95,7 @@ NETS = {
     "kangaroo": Net("kangaroo"),
     "two-linear": Net("two-linear"),
 }
-BLOCKS = ("medusa", "hydra", "dflash", "dspark")  # whose trees the kernel does not grow: see test_block.py
+BLOCKS = ("medusa", "hydra", "dflash", "dspark", "domino")  # whose trees the kernel does not grow: see test_block.py
 
 
 @pytest.fixture(scope="module")

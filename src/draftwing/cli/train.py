@@ -89,6 +89,9 @@ class Training:
     fc_norm: bool = option(False, "EAGLE-3.1: a norm for each tap.", expert=True)
     norm_output: bool = option(False, "EAGLE-3.1: feed back the normed state.", expert=True)
     num_layers: int | None = option(None, "Layers of a new net. [default: the method's]", expert=True)
+    mask_token_id: int | None = option(
+        None, "DFlash, DSpark, Domino: an unused token as the mask, for other engines. [default: a vector]", expert=True
+    )
     hidden_size: int | None = option(None, "Width of a new draft model. [default: half of the target's]", expert=True)
     num_heads: int | None = option(None, "Attention heads of a new draft model. [default: each 64 wide]", expert=True)
     own_text: float = option(0.0, "Share of the batches that the draft model writes itself.", expert=True)
@@ -387,7 +390,7 @@ def convert(
 def export(
     head: Path = _HEAD,
     out: Path = option(..., "Folder to write.", "-o"),
-    to: str = option("vllm", "vllm or sglang."),
+    to: str = option("vllm", "vllm, sglang or speculators (read by vLLM)."),
     target: str | None = option(None, "Folder, name or hub id of the model that the engine serves.", "-t"),
     depth: int = option(3, "Number of draft tokens in a row.", min=1),
 ) -> None:
@@ -402,7 +405,7 @@ def export(
     from draftwing.models.resolve import fetch
 
     if to not in SERVED_BY:
-        raise ConfigError(f"no engine serves the layout {to!r}: choose vllm or sglang (or use convert)")
+        raise ConfigError(f"no engine serves the layout {to!r}: choose vllm, sglang or speculators (or use convert)")
     run(_head_folder(head, target), out, to, target=_target_id(target), depth=depth)
     entry = entry_of(target)  # engines do not know our names
     served = str(target if entry is None else fetch(entry))
@@ -415,9 +418,11 @@ def export(
 
 
 def _head_folder(head: Path, target: str | None) -> Path:
-    """Return the folder of a head, or of one that ships with the target (None: the default one) by its name."""
+    """Return the folder of a head, of a GGUF file, or of a head that ships with the target (None: the default)."""
+    from draftwing.models.resolve import resolve
+
     if head.exists():
-        return head
+        return resolve(head)
     entry = entry_of(target)
     shipped = {} if entry is None else entry.heads
     if str(head) in shipped and entry is not None:

@@ -1,20 +1,25 @@
-"""Read DFlash and DSpark heads in the layouts of other projects.
+"""Read and write DFlash, DSpark and Domino heads in the layouts of other projects.
 
     z-lab, SpecForge    a Qwen3 config, and a nested ``dflash_config`` whose ``target_layer_ids`` count layers' outputs
     DeepSpec            the same fields, all at the top level
     speculators         the shape nested under ``transformer_layer_config``, flags at the top level;
                         ``aux_hidden_state_layer_ids`` count layers' inputs, as our taps do
 
-The mask is a row of the target's embedding, and the LM head is the target's unless the file has one. Layers with a
-sliding window see no later token of their block, all others see the whole block, unless ``causal`` decides.
+The mask is a row of the target's embedding, or the vector in ``mask_embedding.pt``, which vLLM reads for DFlash. The LM
+head is the target's unless the file has one. Layers with a sliding window see no later token of their block, all others
+see the whole block, unless ``causal`` decides.
 
-Shape suffixes: H hidden, V vocabulary, V_draft the draft's, S rank of DSpark's bias.
+Written are the layouts that engines read: z-lab's for vLLM and SGLang (DeepSpec's for DSpark, SpecForge's for Domino),
+and speculators'. The ``draftwing`` part of the config holds what they lack.
+
+Shape suffixes: H hidden, V vocabulary, V_draft the draft's, S rank of the correction of DSpark and Domino, G size of
+Domino's recurrent state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +27,18 @@ import torch
 from torch import Tensor
 
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
-from draftwing.formats.plain import PlainHead
-from draftwing.formats.read import read_tensors
+from draftwing.formats.plain import DRAFT_IDS, PlainHead, load_plain, own_block
+from draftwing.formats.read import read_tensors, unpickle
 from draftwing.formats.settings import OTHER_ENGINE, SHAPE, SettingsReader, without_mrope
-from draftwing.formats.tensors import EMBEDDING, IGNORED, LM_HEAD, check_tensors, read_draft_vocab
+from draftwing.formats.tensors import EMBEDDING, IGNORED, LM_HEAD, check_tensors, read_draft_vocab, to_maps
+from draftwing.formats.write import layer_shape, speculators_keys, write_folder
+from draftwing.methods.calibration import Calibration
 from draftwing.methods.net import LAYER_FIELDS, PlainConfig, layer_names
 from draftwing.models.config import ModelConfig, first_refused, read_config
 from draftwing.models.weights import check_finite
 
+MASK_FILE = "mask_embedding.pt"
+_DOMINO = ("emb_dim", "gru_hidden_dim", "shift_label", "pure_draft_prefix_len")
 # Settings that no code here honours, and the values at which they change nothing.
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "quantization_config": (),
@@ -39,10 +48,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "conv_group_size": (),
     "selector_rank": (),
     "selector_top_k": (),
-    "emb_dim": (),  # Domino
-    "gru_hidden_dim": (),
-    "shift_label": (False,),
-    "pure_draft_prefix_len": (0, 1),
+    **dict.fromkeys(_DOMINO, ()),
     "aux_hidden_stream": (),
     "hc_mult": (1,),
     "fc_norm": (False,),
@@ -86,12 +92,15 @@ def load_dflash(folder: Path, kind: str, config_type: type[PlainConfig]) -> Plai
         CheckpointError, ConfigError: config.json and the tensors do not belong together, or are incomplete.
     """
     where = str(folder)
-    settings = _read_settings(read_config(folder), kind, f"{where}/config.json")
+    source = read_config(folder)
+    settings = _read_settings(source, kind, f"{where}/config.json")
     stored = {
         name.removeprefix("model.").removeprefix("logit_head."): tensor
         for name, tensor in read_tensors(folder).items()
         if not IGNORED.fullmatch(name)
     }
+    if kind == "dflash" and (folder / MASK_FILE).exists():
+        stored["mask_embedding"] = _read_mask(folder / MASK_FILE)
     maps = {name: stored.pop(name, None) for name in ("d2t", "t2d")}
     copies = {EMBEDDING: stored.pop(EMBEDDING)} if EMBEDDING in stored else {}
     for name, tensor in stored.items():
@@ -103,7 +112,7 @@ def load_dflash(folder: Path, kind: str, config_type: type[PlainConfig]) -> Plai
     vocab = settings.fields["vocab_size"]
     ids, _ = read_draft_vocab(maps["d2t"], maps["t2d"], vocab, settings.draft_vocab_size, where)
     fields = {**settings.fields, "own_head": LM_HEAD in stored}
-    if "mask_embedding" in stored and kind == "dflash":
+    if "mask_embedding" in stored:
         fields["mask_token_id"] = None
     try:
         config = config_type(**fields)
@@ -114,13 +123,31 @@ def load_dflash(folder: Path, kind: str, config_type: type[PlainConfig]) -> Plai
             f"{where}: the draft vocabulary has {len(ids)} of {vocab} tokens, but there is no {LM_HEAD} for it: take "
             f"config.json and weights from one place"
         )
-    places = _places(config, settings)
+    places = _places(kind, config, settings.draft_vocab_size)
     expected = {name: shape for names in places.values() for name, shape in names}
     if kind == "dspark":
         _complete_confidence(stored, expected, settings.has_confidence)
     check_tensors(expected, {name: tuple(tensor.shape) for name, tensor in stored.items()}, where)
     tensors = {place: torch.cat([stored[name] for name, _ in names]) for place, names in places.items()}
-    return PlainHead(kind, config, tensors, ids, copies=copies, num_target_layers=settings.num_target_layers)
+    head = PlainHead(kind, config, tensors, ids, copies=copies, num_target_layers=settings.num_target_layers)
+    if "draftwing" not in source:
+        return head
+    own = load_plain(folder, kind, config_type, {**tensors, **({} if ids is None else {DRAFT_IDS: ids})})
+    if replace(own.config, calibration=Calibration(), target=None) != config:
+        raise CheckpointError(
+            f"{where}: config.json describes two nets, one in its `draftwing` part: it was changed since Draftwing "
+            f"wrote it; write the head again, or remove that part"
+        )
+    return replace(head, config=own.config, training=own.training)
+
+
+def _read_mask(path: Path) -> Tensor:
+    """Return the vector (H,) of a ``mask_embedding.pt``: a tensor, or one in a dictionary."""
+    stored = unpickle(path)
+    mask = stored.get("embedding") if isinstance(stored, dict) else stored
+    if not isinstance(mask, Tensor):
+        raise CheckpointError(f"{path}: expected the mask's vector, found none: download the head again")
+    return mask.detach().flatten()
 
 
 def _read_settings(config: Mapping[str, Any], kind: str, where: str) -> _Settings:
@@ -169,6 +196,14 @@ def _read_settings(config: Mapping[str, Any], kind: str, where: str) -> _Setting
     }
     if kind == "dspark":
         fields["rank"] = require("markov_rank", find("markov_rank", "size"), "the rank of the bias by the token before")
+    elif kind == "domino":
+        shifts = require("shift_label", find("shift_label", "flag"), "whether the pending token's place guesses")
+        fields |= {
+            "rank": require("emb_dim", find("emb_dim", "size"), "the rank of the correction"),
+            "state_size": require("gru_hidden_dim", find("gru_hidden_dim", "size"), "the size of the recurrent state"),
+            "num_uncorrected": find("pure_draft_prefix_len", "id", 0),
+            "from_anchor": shifts,
+        }
     draft_vocab_size = top.get("draft_vocab_size", "size", model.vocab_size)
     count, has_confidence = top.get("num_target_layers", "size"), find("enable_confidence_head", "flag")
     return _Settings(fields, draft_vocab_size, count, has_confidence)
@@ -225,7 +260,8 @@ def _refuse(nested: SettingsReader, config: Mapping[str, Any], shape: Mapping[st
                 f"{where}: `{key}` is {value!r:.60}, and Draftwing reads a {kind} head with {allowed[0]!r}: "
                 f"{OTHER_ENGINE}"
             )
-    if found := first_refused(_REFUSED, nested.values, config, shape):
+    refused = {key: value for key, value in _REFUSED.items() if kind != "domino" or key not in _DOMINO}
+    if found := first_refused(refused, nested.values, config, shape):
         raise UnsupportedError(
             f"{where}: `{found[0]}` is {found[1]!r:.60}, which Draftwing does not support: {OTHER_ENGINE}"
         )
@@ -236,7 +272,7 @@ def _refuse(nested: SettingsReader, config: Mapping[str, Any], shape: Mapping[st
         )
 
 
-def _places(config: Any, settings: _Settings) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
+def _places(kind: str, config: Any, draft_vocab_size: int) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
     """Return the net's tensors, each with the names and shapes of those in the file that are stacked to make it."""
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     query, key = config.num_heads * dim, config.num_kv_heads * dim
@@ -263,14 +299,19 @@ def _places(config: Any, settings: _Settings) -> dict[str, list[tuple[str, tuple
             if config.attention_bias and module in ("qkv", "out"):
                 places[f"layers.{index}.{module}.bias"] = [(f"{part}.bias", size[:1]) for part, size in parts]
     if config.own_head:
-        places["head.weight"] = [(LM_HEAD, (settings.draft_vocab_size, hidden))]
+        places["head.weight"] = [(LM_HEAD, (draft_vocab_size, hidden))]
     if config.mask_token_id is None:
         places["mask"] = [("mask_embedding", (hidden,))]
-    if (rank := getattr(config, "rank", None)) is not None:
-        places["embedding_before"] = [("markov_head.markov_w1.weight", (config.vocab_size, rank))]
-        places["head_after.weight"] = [("markov_head.markov_w2.weight", (settings.draft_vocab_size, rank))]
-        places["trust.weight"] = [("confidence_head.proj.weight", (1, hidden + rank))]
+    if kind == "dspark":
+        places["embedding_before"] = [("markov_head.markov_w1.weight", (config.vocab_size, config.rank))]
+        places["head_after.weight"] = [("markov_head.markov_w2.weight", (draft_vocab_size, config.rank))]
+        places["trust.weight"] = [("confidence_head.proj.weight", (1, hidden + config.rank))]
         places["trust.bias"] = [("confidence_head.proj.bias", (1,))]
+    elif kind == "domino":
+        places["read_token.weight"] = [("prefix_gru.weight_ih_l0", (3 * config.state_size, hidden))]
+        places["read_state.weight"] = [("prefix_gru.weight_hh_l0", (3 * config.state_size, config.state_size))]
+        places["mix.weight"] = [("embed_proj.0.weight", (config.rank, hidden + config.state_size))]
+        places["head_after.weight"] = [("embed_proj.2.weight", (draft_vocab_size, config.rank))]
     return places
 
 
@@ -286,3 +327,101 @@ def _complete_confidence(
             stored[weight] = torch.cat([stored[weight], like.new_zeros(1, width - hidden)], 1)
     elif not has_confidence and bias not in stored:
         stored[weight], stored[bias] = like.new_zeros(1, width), like.new_full((1,), _SURE)
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def save_dflash(folder: Path, head: PlainHead, layout: str) -> None:
+    """Write a head in z-lab's or DeepSpec's layout (``vllm``, ``sglang``) or in ``speculators``'.
+
+    Raises UnsupportedError for a head that the layout cannot express.
+    """
+    config, is_nested = head.config, layout == "speculators"
+    slides, causal = ([bool(value) for value in each] for each in (config.windows, config.causal))
+    causal = causal or [False] * len(slides)
+    num_target_layers = head.num_target_layers if config.target is None else config.target.num_layers
+    has_file = layout == "vllm" and head.kind == "dflash"  # the mask may be a vector
+    for is_lacking, feature in (
+        (
+            config.mask_token_id is None and not has_file,
+            "a trained mask vector (train with `--mask-token-id`, the id of a token that the target never generates"
+            + (", or write it for vllm)" if head.kind == "dflash" else ")"),
+        ),
+        (len(set(config.windows) - {None}) > 1, f"windows of several sizes {config.windows}"),
+        (any(causal) and causal != slides and not all(causal), f"causal layers {config.causal}"),
+        (any(causal) and not slides, "causal layers without windows"),
+        (
+            not is_nested and (0 in config.taps or num_target_layers in config.taps),
+            f"taps {config.taps} (only the outputs of layers, before the final norm)",
+        ),
+        (
+            is_nested and any(causal) and not all(slides),
+            "some causal layers (vLLM would take all for causal)",
+        ),
+        (layout == "sglang" and slides != causal, "layers with a window that see the whole block"),
+        (layout == "sglang" and config.own_head, "an LM head of the head's own (SGLang takes the target's)"),
+        (layout == "sglang" and num_target_layers is None, "a head whose target is not known (give it: --target)"),
+        (layout == "sglang" and head.kind == "dflash" and config.from_anchor, "a guess at the pending token's place"),
+        (
+            layout == "vllm" and head.kind == "dspark" and not config.from_anchor,
+            "masks alone that guess (DeepSpec's pending token guesses too; use speculators)",
+        ),
+        (head.kind == "domino" and config.num_uncorrected != 1, "another number of uncorrected tokens than 1"),
+        (config.activation != "silu", f"activation {config.activation!r} (only silu)"),
+        (config.rope.rotary_dim != config.rope.head_dim, "rotation of a part of each attention head"),
+    ):
+        if is_lacking:
+            raise UnsupportedError(
+                f"the {layout} layout cannot express {feature}: write the head as draftwing, which takes everything"
+            )
+    draft_vocab_size = config.vocab_size if head.target_ids is None else len(head.target_ids)
+    tensors: dict[str, Tensor] = {**head.copies}
+    for place, parts in _places(head.kind, config, draft_vocab_size).items():
+        pieces = torch.split(head.tensors[place], [shape[0] for _, shape in parts])
+        tensors |= zip((name for name, _ in parts), pieces, strict=True)
+    mask = tensors.pop("mask_embedding", None)
+    if head.target_ids is not None:
+        tensors |= to_maps(head.target_ids, config.vocab_size)
+    shape = {
+        **layer_shape(config, head.tensors["fc.weight"].dtype),
+        "model_type": "qwen3",
+        "attention_bias": config.attention_bias,
+        "layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides]
+        or ["full_attention"] * config.num_layers,
+        "sliding_window": max((window for window in config.windows if window is not None), default=None),
+        "use_sliding_window": any(slides),
+    }
+    # vLLM replaces the row of this token; which one does not matter, as long as it is rare.
+    fields: dict[str, Any] = {"mask_token_id": config.vocab_size - 1 if mask is not None else config.mask_token_id}
+    if head.kind == "dspark":
+        fields |= {"markov_rank": config.rank, "markov_head_type": "vanilla"}
+        fields |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
+    elif head.kind == "domino":
+        fields |= {"projector_type": "domino", "emb_dim": config.rank, "gru_hidden_dim": config.state_size}
+        fields |= {"shift_label": config.from_anchor, "pure_draft_prefix_len": config.num_uncorrected}
+    written: dict[str, Any] = {"block_size": config.block_size, "draft_vocab_size": draft_vocab_size}
+    num_levels = config.block_size - 1 + config.from_anchor
+    if is_nested:
+        written |= {
+            "architectures": [{"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}[head.kind]],
+            **speculators_keys(head.kind, None if config.target is None else config.target.name, num_levels),
+            "aux_hidden_state_layer_ids": list(config.taps),
+            "sample_from_anchor": config.from_anchor,
+            "sliding_window_non_causal": not any(causal),
+            "transformer_layer_config": {"architectures": ["Qwen3ForCausalLM"], **shape},
+            **fields,
+        }
+    else:
+        fields["target_layer_ids"] = [tap - 1 for tap in config.taps]
+        if any(slides) and causal != slides:
+            fields["causal"] = all(causal)
+        if head.kind == "dflash" and config.from_anchor:
+            fields["sample_from_anchor"] = True
+        name = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel", "domino": "DominoDraftModel"}[head.kind]
+        written |= {"architectures": [name], **shape, "num_target_layers": num_target_layers}
+        written |= fields if head.kind == "dspark" else {"dflash_config": fields}
+    if mask is None:
+        (folder / MASK_FILE).unlink(missing_ok=True)  # left by an older head
+    pickled = None if mask is None else {MASK_FILE: {"embedding": mask.cpu()}}
+    write_folder(folder, {**written, "draftwing": own_block(head)}, tensors, pickled=pickled)

@@ -1,7 +1,8 @@
 """Turn a GGUF file into a model folder: config, tokenizer and a link to the file, written once into the private cache.
 
 The rest of Draftwing then has one kind of model: a folder. If a folder holds ``model.gguf``, its other files were made
-from that file; ``config.json`` is what the model had before it was converted to GGUF.
+from that file; ``config.json`` is what the model had before it was converted to GGUF. Draft heads of llama.cpp become
+heads' folders in the same way.
 """
 
 from __future__ import annotations
@@ -162,6 +163,7 @@ class Architecture:
     normalises: bool = False  # default of ``norm_topk_prob``
     rope: Mapping[str, Any] = field(default_factory=dict)  # settings of a stretched RoPE that files do not state
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # in addition to ``_NEUTRAL``
+    is_head: bool = False  # a draft head, whose layers are of this family; see ``_head``
 
 
 ARCHITECTURES: Final[dict[str, Architecture]] = {
@@ -197,6 +199,8 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
         "gpt_oss", pattern=2, window=None, renamed={"post_attention_norm": "ffn_norm"}, rope={"truncate": False},
         neutral={"expert_gating_func": (0, 3)},  # the softmax of the chosen scores
     ),
+    "eagle3": Architecture("llama", has_pairs=True, is_head=True),
+    "dflash": Architecture("qwen3", is_head=True),
 }  # fmt: skip
 
 # Values of keys that change nothing if they are not read, after the architecture's prefix; None: any value.
@@ -282,12 +286,16 @@ def _config(file: GgufFile) -> dict[str, Any]:
             f"{data.where}: keys of {head_dim} and values of {value_dim} numbers, not of one width. {_USE_FOLDER}"
         )
     embedding = file.tensors.get("token_embd.weight")
-    if embedding is None or len(embedding.shape) != 2 or embedding.shape[1] != hidden:
+    if embedding is None and traits.is_head:  # it reads the target's
+        vocab_size = len(data.texts("tokenizer.ggml.tokens"))
+    elif embedding is None or len(embedding.shape) != 2 or embedding.shape[1] != hidden:
         found = "none" if embedding is None else f"shape {list(embedding.shape)}"
         raise CheckpointError(
             f"{file.path}: expected the embedding token_embd.weight with rows of {hidden} numbers, found {found}. "
             "Download the file again."
         )
+    else:
+        vocab_size = embedding.shape[0]
     if family.qk_norm == "none" and "blk.0.attn_q_norm.weight" in file.tensors:
         raise UnsupportedError(
             f"{data.where}: norms of queries and keys (blk.0.attn_q_norm.weight) are not supported for the "
@@ -299,7 +307,7 @@ def _config(file: GgufFile) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": model_type,
-        "vocab_size": embedding.shape[0],
+        "vocab_size": vocab_size,
         "hidden_size": hidden,
         "intermediate_size": data.integer(f"{prefix}feed_forward_length", minimum=1),
         "num_hidden_layers": layers,
@@ -345,9 +353,48 @@ def _config(file: GgufFile) -> dict[str, Any]:
     for info in file.tensors.values():
         dtypes[{"F16": "float16", "BF16": "bfloat16"}.get(info.kind, "float32")] += math.prod(info.shape)
     config["dtype"] = dtypes.most_common(1)[0][0]
+    head = _head(file, architecture, config) if traits.is_head else {}
     _refuse_unread(data, prefix, traits)
     ModelConfig.from_hf(config, data.where)  # refuses invalid values, naming the file
-    return config
+    return {**config, **head}
+
+
+def _head(file: GgufFile, architecture: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a draft head's config has besides its layers', as EAGLE's and z-lab's code spell it.
+
+    llama.cpp counts the inputs of the target's layers, as we do, and z-lab's code their outputs. A file holds the
+    target's tokenizer, whose mask token is DFlash's.
+    """
+    data, key = file.metadata, f"{architecture}.target_layers"
+    taps = data.numbers(key, "iu", getattr(data.pairs.get(key), "size", 0))
+    if not taps:
+        raise ConfigError(
+            f"{data.where}: lacks `{key}`, the target's layers that the head reads. Convert the head again with a "
+            "current llama.cpp."
+        )
+    vocab_size = file.tensors["d2t"].shape[0] if "d2t" in file.tensors else config["vocab_size"]
+    if architecture == "eagle3":
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": vocab_size,
+            "eagle_aux_hidden_state_layer_ids": taps,
+            "norm_before_residual": data.flag("eagle3.norm_before_residual", False),
+            "target_hidden_size": data.integer("eagle3.target_hidden_size", minimum=1),
+        }
+    mask = special_id(data, "mask", config["vocab_size"])
+    for is_other, feature in (
+        ("markov_w1.weight" in file.tensors, "DSpark heads (markov_w1.weight)"),
+        ("selector_hidden.weight" in file.tensors, "DFlash 2 heads (selector_hidden.weight)"),
+        (mask is None, "DFlash heads without `tokenizer.ggml.mask_token_id`"),
+    ):
+        if is_other:
+            raise UnsupportedError(f"{data.where}: {feature} are not read from GGUF. {_USE_FOLDER}")
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "block_size": data.integer("dflash.block_size", minimum=2),
+        "draft_vocab_size": vocab_size,
+        "dflash_config": {"mask_token_id": mask, "target_layer_ids": [tap - 1 for tap in taps]},
+    }
 
 
 def _convolutions(data: Metadata, prefix: str, size: Key, layers: int) -> dict[str, Any]:

@@ -99,6 +99,9 @@ def _find_places(file: GgufFile) -> dict[str, _TensorPlace]:
     if family.conv_size is not None:
         outside = {**outside, "token_embd_norm.weight": f"{family.names.final_norm}.weight"}
         parts |= _CONVOLUTION
+    if traits.is_head:
+        parts["attn_norm_2"] = "hidden_norm"
+        outside = {**outside, "enc.output_norm.weight": "hidden_norm.weight"}
     heads: dict[str, int] = {}
     if traits.has_pairs:
         heads["attn_q"] = file.metadata.integer(f"{prefix}head_count", minimum=1)
@@ -108,6 +111,7 @@ def _find_places(file: GgufFile) -> dict[str, _TensorPlace]:
         if tensor in _NOT_WEIGHTS:
             continue
         name, is_stacked = _checkpoint_name(tensor, parts, outside)
+        name = name.removeprefix("model.") if traits.is_head else name
         if is_stacked and (len(info.shape) != (2 if name.endswith(".bias") else 3) or info.shape[0] > _MAX_EXPERTS):
             raise CheckpointError(
                 f"{file.path}: {tensor} must hold at most {_MAX_EXPERTS} experts' numbers, one after the other, found "
@@ -214,6 +218,8 @@ class GgufWeights(Weights):
         rows = self._rows(name)
         if dtype is not None and not dtype.is_floating_point:
             raise CheckpointError(f"{self.folder}: {name} holds floating-point numbers, not {dtype}.")
+        if (name, info.kind) == ("d2t", "I64"):  # a head's draft vocabulary
+            return as_numbers(rows, torch.int64).flatten()
         plain = _PLAIN.get(info.kind)
         if plain is not None and not self._find(name)[0].offset:
             return as_numbers(rows, plain).reshape(stored_shape).to(dtype or plain)

@@ -67,7 +67,7 @@ def head_id(folder: Path) -> str:
     """
     folder, digest = Path(folder), hashlib.sha256()
     try:
-        weights = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".pt"))
+        weights = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".pt", ".gguf"))
         if not weights:
             raise CheckpointError(f"{folder}: expected a head with its weights, found none: give a head's folder")
         for path in (folder / "config.json", *weights):

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from draftwing.errors import CheckpointError, ConfigError, DraftwingWarning, UnsupportedError
+from draftwing.formats.gguf_folder import link_of
+from draftwing.formats.gguf_weights import open_weights
 from draftwing.formats.identity import check_same_target
 from draftwing.formats.settings import (
     MAX_LAYERS,
@@ -42,7 +44,7 @@ from draftwing.methods.eagle_net import EagleConfig, EagleNet, default_taps, ten
 from draftwing.methods.net import TargetId
 from draftwing.models.config import read_config
 from draftwing.models.linear import Embedding, Linear
-from draftwing.models.weights import WeightFiles, check_finite
+from draftwing.models.weights import check_finite
 
 WEIGHTS, PICKLED = "model.safetensors", "pytorch_model.bin"
 _SHARDED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -163,7 +165,7 @@ def _names_in(folder: Path) -> list[str]:
     try:
         if weight_files(folder)[:1] == [PICKLED]:
             return list(read_tensors(folder))
-        with WeightFiles(folder) as files:
+        with open_weights(folder) as files:
             return files.keys()
     except CheckpointError:
         return []
@@ -244,6 +246,8 @@ def load_head(folder: Path) -> Head:
     names = sort_names(stored, version, where, own_embedding=settings.own_embedding)
     config = find_config(settings, version, names, where)
     tensors = {key: stored[name] for key, name in names.net.items()}
+    if "mask_hidden" in tensors:
+        tensors["mask_hidden"] = tensors["mask_hidden"].flatten()
     check_tensors(tensor_shapes(config), {key: tuple(tensor.shape) for key, tensor in tensors.items()}, where)
     for key, tensor in tensors.items():
         if tensor.dtype not in _FLOATS:
@@ -379,7 +383,9 @@ def _warnings(settings: HeadSettings, names: Names, form: str) -> list[str]:
             f"for inputs: if the head was trained so, give taps=({ids})",
         ),
         (
-            settings.layout == "speculators" and settings.norm_before_residual is None,
+            settings.layout == "speculators"
+            and settings.norm_before_residual is None
+            and settings.mask_token_id is None,
             "config.json lacks `norm_before_residual`: true is taken, as vLLM does, while speculators' own converter "
             "meant false: add it",
         ),
@@ -400,14 +406,32 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     folder = Path(folder)
     if folder.is_dir() and weight_files(folder) == [PICKLED]:
         return read_pickled(folder / PICKLED)
-    with WeightFiles(folder) as files:
-        return {name: files.get(name) for name in files.keys()}  # noqa: SIM118  (not a dict)
+    with open_weights(folder) as files:
+        tensors = {name: files.get(name) for name in files.keys()}  # noqa: SIM118  (not a dict)
+    if link_of(folder) is not None and "d2t" in tensors:  # llama.cpp's files hold target ids
+        ids = tensors["d2t"]
+        tensors["t2d"] = torch.isin(torch.arange(read_config(folder)["vocab_size"]), ids)
+        tensors["d2t"] = ids - torch.arange(len(ids))
+    return tensors
 
 
 def read_pickled(path: Path) -> dict[str, Tensor]:
     """Return all tensors of a pickled file; see ``read_tensors``."""
+    stored = unpickle(path)
+    if not isinstance(stored, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in stored.items()
+    ):
+        raise CheckpointError(
+            f"{path}: expected a dictionary from names to tensors, found {type(stored).__name__} with other things in "
+            f"it: have its author save the model's state dict"
+        )
+    return {name: value.detach() for name, value in stored.items()}
+
+
+def unpickle(path: Path) -> Any:
+    """Return a pickled object of tensors, read without running code from the file."""
     try:
-        stored = torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path}: expected only tensors, found something that would run code when it is read, or a damaged file "
@@ -417,11 +441,3 @@ def read_pickled(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(
             f"{path}: expected a whole PyTorch checkpoint, found a damaged one ({error}): download it again"
         ) from error
-    if not isinstance(stored, dict) or not all(
-        isinstance(name, str) and isinstance(value, Tensor) for name, value in stored.items()
-    ):
-        raise CheckpointError(
-            f"{path}: expected a dictionary from names to tensors, found {type(stored).__name__} with other things in "
-            f"it: have its author save the model's state dict"
-        )
-    return {name: value.detach() for name, value in stored.items()}

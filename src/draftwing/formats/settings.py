@@ -14,7 +14,6 @@ Those inside ``eagle_config`` count *outputs* (one less) for Model-Optimizer and
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, get_args
@@ -48,6 +47,10 @@ _VERSIONS = {
     "EAGLEModel": 1,
     "Qwen3Eagle3Model": 3,
     "Eagle3Qwen3ForCausalLM": 3,
+    "PEagleDraftModel": 3,
+    "PEagleSpeculator": 3,
+    "PeagleLlamaForCausalLM": 3,
+    "PeagleQwen3ForCausalLM": 3,
 }
 # The layers that Draftwing runs by their ``model_type``. The tensors tell biases and norms; phi3's and others' configs
 # go with plain Llama tensors.
@@ -61,8 +64,6 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "is_causal": ((True,), "attention in both directions"),
     "num_experts": ((0, 1), "a mixture of experts"),
     "num_local_experts": ((0, 1), "a mixture of experts"),
-    "parallel_drafting": ((False,), "several tokens in one forward (P-EAGLE)"),
-    "pard_token": ((), "several tokens in one forward (P-EAGLE)"),
 }
 OTHER_ENGINE = "serve this head with the engine that it was made for"
 
@@ -79,6 +80,7 @@ class Block:
     fc_bias: bool | None = None
     own_embedding: bool = False
     calibration: Calibration = field(default_factory=Calibration)
+    num_levels: int | None = None
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,9 @@ class HeadSettings:
     has_block: bool  # True if Draftwing wrote the config, so that ``block`` comes from it
     block: Block
     verifier: str | None
+    # mask_token_id, num_levels: of P-EAGLE alone, see ``EagleConfig``
+    mask_token_id: int | None
+    num_levels: int
 
 
 def is_head_config(config: Mapping[str, Any]) -> bool | None:
@@ -129,13 +134,19 @@ def is_medusa(config: Mapping[str, Any]) -> bool:
 
 
 def dflash_kind(config: Mapping[str, Any]) -> str | None:
-    """Return ``dflash`` or ``dspark`` for another project's config of that family; None for others."""
-    if "draftwing" in config:
-        return None
-    text = " ".join(_class_names(config)) + f" {config.get('speculators_model_type')}"
-    if "dspark" in text.lower():
-        return "dspark"
-    return "dflash" if re.search("dflash|domino", text.lower()) or "dflash_config" in config else None
+    """Return ``dflash``, ``dspark`` or ``domino`` for a config in another project's layout; None for others."""
+    nested = config.get("dflash_config")
+    projector = nested.get("projector_type") if isinstance(nested, Mapping) else None
+    text = " ".join([*_class_names(config), f"{config.get('speculators_model_type')} {projector}"]).lower()
+    kind = next((kind for kind in ("dspark", "domino", "dflash") if kind in text), None)
+    return "dflash" if kind is None and "dflash_config" in config else kind
+
+
+def is_parallel(config: Mapping[str, Any]) -> bool:
+    """Return True if a ``config.json`` describes a P-EAGLE head, in any layout."""
+    names = [*_class_names(config), str(config.get("speculators_model_type"))]
+    has_key = config.get("pard_token") is not None or config.get("parallel_drafting") is True
+    return has_key or any("peagle" in name.lower() for name in names)
 
 
 def claimed_version(config: Mapping[str, Any]) -> int | None:
@@ -161,7 +172,7 @@ def read_settings(config: Mapping[str, Any], where: str) -> HeadSettings:
     if "speculators_model_type" in config or "speculators_config" in config:
         layout, shape = "speculators", top.inner("transformer_layer_config").values
         kind = config.get("speculators_model_type")
-        if kind != "eagle3":
+        if kind not in ("eagle3", "peagle"):
             raise UnsupportedError(
                 f"{where}: `speculators_model_type` is {kind!r}, Draftwing reads 'eagle3': take an EAGLE-3 head, or "
                 f"serve this one with vLLM"
@@ -179,7 +190,17 @@ def read_settings(config: Mapping[str, Any], where: str) -> HeadSettings:
     norm_before_fc = nested.get("norm_before_fc", "flag")
     fc_norm = top.get("fc_norm", "flag")
     ropes = [shape, shape.get("rope_parameters"), shape.get("rope_scaling")]
-    block = _read_block(config, where)
+    block, mask = _read_block(config, where), None
+    if is_parallel(config):
+        mask = top.get("mask_token_id", "id", top.get("pard_token", "id"))
+        if mask is None:
+            raise ConfigError(
+                f"{where}: lacks `mask_token_id`, the token that a P-EAGLE head reads for one that is not known yet "
+                f"(SpecForge has it in the training config): add it"
+            )
+    proposals = top.inner("speculators_config").values.get("proposal_methods")
+    proposal = proposals[0] if isinstance(proposals, list) and proposals and isinstance(proposals[0], dict) else {}
+    num_levels = block.num_levels or SettingsReader(proposal, where).get("speculative_tokens", "size", 8)
     return HeadSettings(
         layout="draftwing" if "draftwing" in config and layout == "eagle" else layout,
         shape=shape,
@@ -202,6 +223,8 @@ def read_settings(config: Mapping[str, Any], where: str) -> HeadSettings:
         has_block="draftwing" in config,
         block=block,
         verifier=verifier if isinstance(verifier, str) else None,
+        mask_token_id=mask,
+        num_levels=8 if mask is None else num_levels,  # 8: the trainers' default
     )
 
 
@@ -223,6 +246,8 @@ def eagle_config(settings: HeadSettings, version: int, num_taps: int, names: Nam
             f"supported: {OTHER_ENGINE}"
         )
     residual, block = settings.norm_before_residual, settings.block
+    if residual is None:  # speculators' EAGLE-3 leaves out true
+        residual = settings.layout == "speculators" and settings.mask_token_id is None
     try:
         return EagleConfig.for_target(
             version,
@@ -234,7 +259,9 @@ def eagle_config(settings: HeadSettings, version: int, num_taps: int, names: Nam
             target=block.target,
             calibration=block.calibration,
             fc_bias="fc.bias" in names.net,
-            norm_before_residual=settings.layout == "speculators" if residual is None else residual,
+            norm_before_residual=residual,
+            mask_token_id=settings.mask_token_id,
+            num_levels=settings.num_levels,
             norm_before_fc=settings.norm_before_fc,
             fc_norm=settings.fc_norm,
             norm_output=settings.norm_output,
@@ -265,7 +292,6 @@ def _refuse_unsupported(
 ) -> None:
     """Raise UnsupportedError for features that the weights alone would not show."""
     kind = shape.get("model_type", "llama")
-    parallel = [name for name in _class_names(config) if "peagle" in name.lower()]
     found = first_refused({key: plain for key, (plain, _) in _REFUSED.items()}, shape, config)
     special = f"`{found[0]}` is {found[1]!r:.60}: {_REFUSED[found[0]][1]}" if found else ""
     rope = shape.get("rope_scaling") or shape.get("rope_parameters") or {}
@@ -275,7 +301,6 @@ def _refuse_unsupported(
     is_truncated = config.get("truncated_vocab_size") not in (None, shape.get("vocab_size"))
     for condition, feature in (
         (config.get("quantization_config"), "`quantization_config` is set: its weights are quantised"),
-        (parallel, f"`architectures` is {parallel}: a head that drafts several tokens in one forward (P-EAGLE)"),
         (special, special),
         (kind not in _LAYERS, f"its layer is of `model_type` {kind!r}, and Draftwing runs {', '.join(_LAYERS)}"),
         (has_window, "`layer_types` has sliding_attention, and Draftwing's heads attend to everything"),
@@ -331,6 +356,7 @@ def _read_block(config: Mapping[str, Any], where: str) -> Block:
         fc_bias=block.get("fc_bias", "flag"),
         own_embedding=block.get("own_embedding", "flag", False),
         calibration=calibration,
+        num_levels=block.get("num_levels", "size"),
     )
 
 

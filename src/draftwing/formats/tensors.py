@@ -41,7 +41,7 @@ _LAYER = re.compile(r"layers\.(\d+)\..*")
 # Parts of the target that a trainer saved, and buffers that are computed again.
 IGNORED = re.compile(r"verifier_(lm_head|norm)\.weight|(.*\.)?rotary_emb\.(inv_freq|.*_cached)")
 _UNSUPPORTED = (
-    (re.compile(r"mask_hidden|parallel_draft_heads\..*"), "heads that draft several tokens in one forward (P-EAGLE)"),
+    (re.compile(r"parallel_draft_heads\..*"), "heads with an LM head for each token"),
     (re.compile(r"additional_layers\..*"), "heads with SGLang's further layers, which drop the residual"),
     (re.compile(r".*self_attn\.kv_a_proj_with_mqa\.weight"), "heads with multi-head latent attention (MLA)"),
     (re.compile(r".*mlp\.(gate|up|down)_proj\.bias"), "heads with biases in the MLP"),
@@ -147,6 +147,7 @@ _FIX_MISSING = {
     "": "take config.json and weights from one place again",
 }
 _FIX_UNKNOWN = {
+    "mask_hidden": "set `mask_token_id` in config.json: a head that drafts several tokens in one forward (P-EAGLE)",
     "fc_norm": "set `fc_norm` to true in config.json if the head was trained with it",
     "input_norm": "set `norm_before_fc` to true in config.json if the head was trained with it",
     "": "take config.json and weights from one place again, or remove the tensor if it is not needed",

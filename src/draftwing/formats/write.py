@@ -45,7 +45,7 @@ from draftwing.formats.read import (
     read_tensors,
     weight_files,
 )
-from draftwing.formats.settings import FORMAT, TAP_IDS, is_medusa, read_settings
+from draftwing.formats.settings import FORMAT, TAP_IDS, dflash_kind, is_medusa, is_parallel, read_settings
 from draftwing.formats.tensors import LM_HEAD, to_maps
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
 from draftwing.methods.net import TargetId
@@ -104,6 +104,7 @@ def _special_features(head: Head) -> dict[str, str]:
         ("layers", is_eagle3 and config.num_layers > 1, f"EAGLE-3 of {config.num_layers} layers"),
         ("qkv bias", is_eagle3 and config.qkv_bias, "biases of queries, keys and values in EAGLE-3"),
         ("qk norms", config.qk_norm, "norms of queries and keys (Qwen3's layer)"),
+        ("parallel", config.mask_token_id is not None, "P-EAGLE (use speculators)"),
         ("embedding", config.own_embedding, "an embedding of the head's own (SGLang takes the target's)"),
     )
     return {name: description for name, applies, description in cases if applies}
@@ -127,9 +128,9 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
 }
 
 
-def _shape(head: Head) -> Config:
+def layer_shape(config: Any, dtype: torch.dtype) -> Config:
     """Return the keys that all layouts share. RoPE in the old spelling only: all read it, and two could disagree."""
-    config, rope = head.config, head.config.rope
+    rope = config.rope
     scaling: Config | None = None
     if rope.type != "default":
         scaling = {"rope_type": rope.type, "type": rope.type, "factor": rope.factor}
@@ -145,15 +146,15 @@ def _shape(head: Head) -> Config:
         "head_dim": config.head_dim,
         "hidden_act": config.activation,
         "rms_norm_eps": config.rms_norm_eps,
-        "max_position_embeddings": config.max_position_embeddings,
+        "max_position_embeddings": rope.max_position_embeddings,
         "rope_theta": rope.theta,
         "rope_scaling": scaling,
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        "torch_dtype": str(head.dtype).removeprefix("torch."),
+        "torch_dtype": str(dtype).removeprefix("torch."),
     }
-    if config.qkv_bias:
+    if getattr(config, "qkv_bias", False):
         shape["qkv_bias"] = True
     if rope.rotary_dim != rope.head_dim:
         shape["partial_rotary_factor"] = rope.rotary_dim / rope.head_dim
@@ -176,18 +177,22 @@ def _block(head: Head) -> Config:
         "calibration": asdict(config.calibration),
         "training": dict(head.training),
     }
-    return {**block, "own_embedding": True} if config.own_embedding else block
+    if config.own_embedding:
+        block["own_embedding"] = True
+    return block if config.mask_token_id is None else {**block, "num_levels": config.num_levels}
 
 
 def _published(head: Head, eagle1_class: str, *, name_taps: bool = True) -> Config:
     config = head.config
     class_name = eagle1_class if config.version == 1 else "LlamaForCausalLMEagle3"
-    result: Config = {"architectures": [class_name], **_shape(head)}
+    result: Config = {"architectures": [class_name], **layer_shape(config, head.dtype)}
     # EAGLE's code takes a missing `bias` for true, and the servers take a true one for biases in attention as well.
     if not config.fc_bias or config.version == 3:
         result["bias"] = config.fc_bias
     if config.version == 3:
         result |= _flags(config)
+        if config.mask_token_id is not None:
+            result |= {"architectures": ["PEagleDraftModel"], "mask_token_id": config.mask_token_id}
         if config.feature_size != config.hidden_size:
             result["target_hidden_size"] = config.feature_size
         if len(config.taps) != 3:
@@ -200,14 +205,19 @@ def _published(head: Head, eagle1_class: str, *, name_taps: bool = True) -> Conf
 def _speculators(head: Head, depth: int) -> Config:
     config = head.config
     # No `model_type` at the top: vLLM recognises the format by its absence. The target's class is unknown.
-    layer = {"architectures": ["LlamaForCausalLM"], **_shape(head), "attention_bias": config.qkv_bias}
+    layer = {
+        "architectures": ["LlamaForCausalLM"],
+        **layer_shape(config, head.dtype),
+        "attention_bias": config.qkv_bias,
+    }
     if len(config.taps) != 3:
         layer["num_aux_hidden_states"] = len(config.taps)
-    method = {"proposal_type": "greedy", "speculative_tokens": depth, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    kind, more = "eagle3", {}
+    if config.mask_token_id is not None:
+        kind, depth, more = "peagle", config.num_levels, {"mask_token_id": config.mask_token_id}
     return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": _SPECULATORS_VERSION,
+        "architectures": ["PEagleSpeculator" if more else "Eagle3Speculator"],
+        **more,
         **_flags(config),
         "target_hidden_size": config.feature_size,
         TAP_IDS: list(config.taps) if head.knows_taps else None,
@@ -215,13 +225,23 @@ def _speculators(head: Head, depth: int) -> Config:
         "tie_word_embeddings": False,
         "torch_dtype": layer["torch_dtype"],
         "transformer_layer_config": layer,
+        **speculators_keys(kind, head.verifier, depth),
+        "draftwing": _block(head),
+    }
+
+
+def speculators_keys(kind: str, verifier: str | None, depth: int) -> Config:
+    """Return the keys of every speculators config: it proposes ``depth`` tokens for the target ``verifier``."""
+    method = {"proposal_type": "greedy", "speculative_tokens": depth, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    return {
+        "speculators_model_type": kind,
+        "speculators_version": _SPECULATORS_VERSION,
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": kind,
             "proposal_methods": [method],
             "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": head.verifier, "architectures": []},
+            "verifier": {"name_or_path": verifier, "architectures": []},
         },
-        "draftwing": _block(head),
     }
 
 
@@ -261,7 +281,9 @@ def _tensors(head: Head, layout: str) -> dict[str, Tensor]:
     elif layout == "sglang" and head.config.version == 1:
         tensors.setdefault("fc.bias", zeros)
     elif layout == "speculators":
-        return {re.sub(r"^midlayer\.", "layers.0.", name): tensor for name, tensor in tensors.items()}
+        tensors = {re.sub(r"^midlayer\.", "layers.0.", name): tensor for name, tensor in tensors.items()}
+        if "mask_hidden" in tensors:
+            tensors["mask_hidden"] = tensors["mask_hidden"].view(1, 1, -1)
     return tensors
 
 
@@ -270,9 +292,9 @@ _SERVERS = (*_ALL_ENGINES, "two norms", "activation")
 # The features of ``_special_features`` that each layout cannot express.
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "draftwing": (),
-    "eagle": (*_ALL_ENGINES, "residual", "norms", "taps", "rope", "wide heads", "layers", "qkv bias"),
-    "vllm": (*_SERVERS, "bias"),
-    "sglang": (*_SERVERS, "residual", "layers", "qkv bias", "embedding"),
+    "eagle": ("parallel", *_ALL_ENGINES, "residual", "norms", "taps", "rope", "wide heads", "layers", "qkv bias"),
+    "vllm": ("parallel", *_SERVERS, "bias"),
+    "sglang": ("parallel", *_SERVERS, "residual", "layers", "qkv bias", "embedding"),
     "speculators": ("eagle1", *_SERVERS),
 }
 
@@ -307,16 +329,24 @@ def check_destination(folder: Path) -> None:
         raise CheckpointError(f"{folder}: holds another model, which a head would overwrite: choose another folder")
 
 
+def check_source(source: Path, destination: Path) -> None:
+    """Raise CheckpointError if a head would be converted into its own folder."""
+    if destination.exists() and source.exists() and destination.samefile(source):
+        raise CheckpointError(f"{destination}: is the source itself: choose another folder for the converted head")
+
+
 def write_folder(
     folder: Path,
     config: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     name: str = WEIGHTS,
     copies: Sequence[Path] = (),
+    pickled: Mapping[str, Any] | None = None,
 ) -> None:
     """Write ``config.json``, the weight file ``name`` (a ``.pt`` is pickled) and ``copies``, whole or not at all.
 
     All are written into a folder next to ``folder`` and moved when they are complete; other files in ``folder`` stay.
+    ``pickled`` are further objects, by the names of their files.
     """
     folder = Path(folder)
     check_destination(folder)
@@ -344,10 +374,12 @@ def write_folder(
             (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             for file in copies:
                 shutil.copyfile(file, partial / file.name)
+            for file_name, value in (pickled or {}).items():
+                torch.save(value, partial / file_name)
             if folder.exists():
                 # The config last: a folder with a config has the weights that belong to it, but for a moment.
-                for file_name in (*(file.name for file in copies), name, "config.json"):
-                    os.replace(partial / file_name, folder / file_name)
+                for file in sorted(partial.iterdir(), key=lambda file: file.name == "config.json"):
+                    os.replace(file, folder / file.name)
             else:
                 partial.rename(folder)
     finally:
@@ -380,17 +412,16 @@ def convert(
         depth: number of tokens that a speculators config proposes.
     """
     source, destination = Path(source), Path(destination)
-    if destination.exists() and source.exists() and destination.samefile(source):
-        raise CheckpointError(f"{destination}: is the source itself: choose another folder for the converted head")
+    check_source(source, destination)
     head = load_head(source).for_target(target, taps, str(source))
     for text in head.warnings:
         if taps is None or "taps=" not in text:  # the argument replaces a guess
             warnings.warn(DraftwingWarning(text), stacklevel=2)
     save_head(destination, head, to, depth=depth)
     copy_stored(source, destination)
-    name, version = destination.resolve().name, head.config.version
-    command = _command(to, head.verifier or "TARGET", name, version, depth) if to in SERVED_BY else ""
-    copy_card(source, destination, to, command)
+    name, config = destination.resolve().name, head.config
+    method = "eagle" if config.version == 1 else "eagle3" if config.mask_token_id is None else "peagle"
+    copy_card(source, destination, to, command_for(to, head.verifier or "TARGET", name, method, depth))
 
 
 def serve_command(to: str, target: str, folder: Path, depth: int) -> str:
@@ -402,27 +433,38 @@ def serve_command(to: str, target: str, folder: Path, depth: int) -> str:
         raise ConfigError(f"depth must be at least 1, found {depth}")
     config = read_config(folder)
     if is_medusa(config):
-        return _vllm(target, "medusa", str(folder), min(depth, config.get("num_heads", depth)))
-    settings = read_settings(config, str(folder / "config.json"))
-    version = find_version(settings, read_tensors(folder), str(folder))
-    return _command(to, target, str(folder), version, depth)
+        method, depth = "medusa", min(depth, config.get("num_heads", depth))
+    elif (kind := dflash_kind(config)) is not None:
+        settings = config["draftwing"]["config"]
+        method, depth = kind, settings["block_size"] - 1 + settings["from_anchor"]  # the block that it was trained for
+    elif is_parallel(config):
+        method = "peagle"
+    else:
+        version = find_version(read_settings(config, f"{folder}/config.json"), read_tensors(folder), str(folder))
+        method = "eagle" if version == 1 else "eagle3"
+    return command_for(to, target, str(folder), method, depth)
 
 
-def _command(to: str, target: str, folder: str, version: int, depth: int) -> str:
-    if SERVED_BY[to] == "vllm":
-        # Without a method vLLM guesses it from the folder's name.
-        return _vllm(target, "eagle" if version == 1 else "eagle3", folder, depth)
-    options = {
+def command_for(to: str, target: str, folder: str, method: str, depth: int) -> str:
+    """Return the command that serves a head by an engine's name of its method; empty if no engine reads the layout."""
+    engine = SERVED_BY.get(to)
+    if engine == "vllm":  # without a method it guesses one from the folder's name
+        options = {"method": method, "model": folder, "num_speculative_tokens": depth}
+        if method == "peagle":
+            options |= {"method": "eagle3", "parallel_drafting": True}
+        config = json.dumps(options)
+        return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(config)}"
+    if engine is None:
+        return ""
+    # EAGLE drafts a chain, as in vLLM. The last number counts the target's own token.
+    shape = {"--speculative-num-steps": str(depth), "--speculative-eagle-topk": "1"} if "eagle" in method else {}
+    arguments = {
         "--model-path": target,
-        "--speculative-algorithm": "EAGLE" if version == 1 else "EAGLE3",
+        "--speculative-algorithm": "DFLASH" if method == "domino" else method.upper(),
         "--speculative-draft-model-path": folder,
-        "--speculative-num-steps": str(depth),
-        "--speculative-eagle-topk": "1",  # a chain, as vLLM drafts
-        "--speculative-num-draft-tokens": str(depth + 1),  # with the target's own
+        **shape,
+        "--speculative-num-draft-tokens": str(depth + 1),
     }
-    return "python -m sglang.launch_server " + " ".join(f"{key} {shlex.quote(value)}" for key, value in options.items())
-
-
-def _vllm(target: str, method: str, folder: str, depth: int) -> str:
-    config = json.dumps({"method": method, "model": folder, "num_speculative_tokens": depth})
-    return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(config)}"
+    return "python -m sglang.launch_server " + " ".join(
+        f"{key} {shlex.quote(value)}" for key, value in arguments.items()
+    )

@@ -25,11 +25,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.errors import ConfigError, UnsupportedError
-from draftwing.formats.dflash import load_dflash
+from draftwing.formats.card import copy_card, copy_stored
+from draftwing.formats.dflash import load_dflash, save_dflash
 from draftwing.formats.plain import PlainHead
 from draftwing.formats.read import same_matrix
 from draftwing.formats.settings import OTHER_ENGINE, dflash_kind
 from draftwing.formats.tensors import EMBEDDING
+from draftwing.formats.write import check_source, command_for
 from draftwing.methods.block import BlockMethod, BlockNet, Guess
 from draftwing.methods.net import LAYER_FIELDS, PlainConfig, TargetId
 from draftwing.models.attention import Attend, Attention, HeadTraits
@@ -238,6 +240,8 @@ class DFlash(BlockMethod):
 
     net: type[DFlashNet] = DFlashNet
     config: type[DFlashConfig] = DFlashConfig
+    layouts: tuple[str, ...] = ("draftwing", "vllm", "sglang", "speculators")
+    settings = (*BlockMethod.settings, "mask_token_id")
 
     def taps(self, num_layers: int) -> tuple[int, ...]:
         return dflash_taps(num_layers)
@@ -253,6 +257,20 @@ class DFlash(BlockMethod):
         head = load_dflash(folder, self.name, self.config)
         head.check_target(target, str(folder))
         return head
+
+    def convert(self, source: Path, destination: Path, to: str, **options: Any) -> None:
+        if to == "draftwing" or to not in self.layouts:
+            super().convert(source, destination, to, **options)
+            return
+        check_source(source, destination)
+        target = options.get("target")
+        head, name = self.read_head(source, target), "TARGET" if target is None else target.name
+        if head.config.target is None and target is not None:
+            head = replace(head, config=replace(head.config, target=target))
+        save_dflash(destination, head, to)
+        copy_stored(source, destination)
+        levels = head.config.block_size - 1 + head.config.from_anchor
+        copy_card(source, destination, to, command_for(to, name, destination.resolve().name, self.name, levels))
 
     def fit_head(
         self, head: PlainHead, embedding: Tensor | Embedding, target_head: Linear | None, where: str

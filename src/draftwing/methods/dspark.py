@@ -11,6 +11,7 @@ Shape suffixes: see ``methods.block``; S rank.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
@@ -30,22 +31,18 @@ class DSparkConfig(DFlashConfig):
     rank: int = 256
 
 
-class DSparkNet(DFlashNet):
-    """A DFlash net with a bias by the token before, and confidence."""
+class CorrectedNet(DFlashNet):
+    """A DFlash net whose guesses depend on the tokens before them, by a second LM head of low rank S."""
 
-    kind = "dspark"
     config: DSparkConfig
 
     def __init__(self, config: DSparkConfig, *parts: Any, **options: Any) -> None:
         super().__init__(config, *parts, **options)
-        place: dict[str, Any] = {"dtype": self._new_dtype, "device": self.embedding.device}
-        self.embedding_before = nn.Parameter(torch.randn(config.vocab_size, config.rank, **place) * 0.02)
         self.head_after = self.new_matrix(self.num_draft_tokens, config.rank)
-        self.trust = self.new_matrix(1, config.hidden_size + config.rank, bias=True)
 
     @torch.no_grad()
     def start_from(self, target_head: Linear) -> Self:
-        """Start as a DFlash net, without influence of the token before."""
+        """Start as a DFlash net, without influence of the tokens before."""
         self.head_after.weight.zero_()
         return self
 
@@ -55,35 +52,65 @@ class DSparkNet(DFlashNet):
         logits: Tensor = self.logits(masks.flatten(0, 1))
         return torch.cat([logits.view(*masks.shape[:2], -1), masks], -1)
 
+    @abstractmethod
+    def correct(self, level: int, x: Tensor, tokens: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the input (R, S) of the second head, and the state to carry to the nodes' children.
+
+        Args:
+            x: (R, H) the state of the place that guesses.
+            tokens: (R,) the tokens of the nodes.
+            carried: (R, G) of the nodes' parents, None for the root.
+        """
+
     def guess(self, level: int, block: Tensor, tokens: Tensor, carried: Tensor | None) -> Guess:
         rows, nodes = tokens.shape
         vocab, place = self.config.vocab_size, block[:, level : level + 1]
-        logits, x = place[..., :vocab], place[..., vocab:]
-        before = self.embedding_before[tokens]
-        bias = self.bias_after(before.flatten(0, 1)).view(rows, nodes, -1)
-        read = torch.cat([x.expand(-1, nodes, -1), before], -1)
-        return Guess(logits + bias, None, self.confidence_logits(read.flatten(0, 1)).sigmoid().view(rows, nodes))
+        logits, x = place[..., :vocab], place[..., vocab:].expand(-1, nodes, -1).flatten(0, 1)
+        before = None if carried is None else carried.flatten(0, 1)
+        read, state = self.correct(level, x, tokens.flatten(), before)
+        sure = self.confidence_logits(torch.cat([x, read], -1))
+        return Guess(
+            logits + self.bias_after(read).view(rows, nodes, -1),
+            None if state is None else state.view(rows, nodes, -1),
+            None if sure is None else sure.sigmoid().view(rows, nodes),
+        )
+
+    def bias_after(self, read: Tensor) -> Tensor:
+        """Map the second head's input (R, S) to what it adds to the logits (R, V)."""
+        bias: Tensor = self.head_after.spread(read, self.target_ids, self.config.vocab_size)
+        return bias
 
     # --- training --------------------------------------------------------------------------------------------------
 
     def levels(
         self, ids: Tensor, features: Tensor, entries: Tensor, num_levels: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the state and the token before concatenated, and both matrices likewise."""
-        weight = torch.cat([self.head_weight.to(self.dtype), self.head_after.weight], 1)
-        for level, (read, _) in enumerate(super().levels(ids, features, entries, num_levels)):
-            before = self.embedding_before[ids[:, entries + 1 + level].flatten()]
-            yield torch.cat([read, before], -1), weight
+        """Yield the inputs of both heads concatenated, and both matrices likewise."""
+        weight, state = torch.cat([self.head_weight.to(self.dtype), self.head_after.weight], 1), None
+        for level, (x, _) in enumerate(super().levels(ids, features, entries, num_levels)):
+            read, state = self.correct(level, x, ids[:, entries + 1 + level].flatten(), state)
+            yield torch.cat([x, read], -1), weight
 
     def level_logits(self, level: int, read: Tensor) -> Tensor:
         x, before = read[:, : self.config.hidden_size], read[:, self.config.hidden_size :]
         logits: Tensor = self.logits(x) + self.bias_after(before)
         return logits
 
-    def bias_after(self, before: Tensor) -> Tensor:
-        """Map the embeddings (R, S) of tokens to what they add to the logits (R, V) of the tokens after them."""
-        bias: Tensor = self.head_after.spread(before, self.target_ids, self.config.vocab_size)
-        return bias
+
+class DSparkNet(CorrectedNet):
+    """A DFlash net with a bias by the token before, and confidence."""
+
+    kind = "dspark"
+
+    def __init__(self, config: DSparkConfig, *parts: Any, **options: Any) -> None:
+        super().__init__(config, *parts, **options)
+        place: dict[str, Any] = {"dtype": self._new_dtype, "device": self.embedding.device}
+        self.embedding_before = nn.Parameter(torch.randn(config.vocab_size, config.rank, **place) * 0.02)
+        self.trust = self.new_matrix(1, config.hidden_size + config.rank, bias=True)
+
+    def correct(self, level: int, x: Tensor, tokens: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the embedding of the token before."""
+        return self.embedding_before[tokens], None
 
     def confidence_logits(self, read: Tensor) -> Tensor:
         logits: Tensor = self.trust.forward(read)[:, 0]
@@ -95,3 +122,4 @@ class DSpark(DFlash):
 
     net = DSparkNet
     config = DSparkConfig
+    layouts = ("draftwing", "vllm", "speculators")  # SGLang wants the target's embedding and LM head in the file

@@ -1,4 +1,4 @@
-"""EAGLE-1, EAGLE-2, HASS, EAGLE-3 and EAGLE-3.1 as draft methods: one network, one drafter, several trainings.
+"""EAGLE-1, EAGLE-2, HASS, EAGLE-3, EAGLE-3.1 and P-EAGLE as draft methods: one network, several trainings.
 
     eagle_net      the networks
     net_drafter    the drafter, which other networks share
@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,14 +25,20 @@ from torch import Tensor
 
 from draftwing.formats.doctor import Finding, diagnose
 from draftwing.formats.read import eagle_version, read_head
+from draftwing.formats.settings import is_parallel
 from draftwing.formats.write import convert, write_head
+from draftwing.methods.base import Drafter
 from draftwing.methods.eagle_net import EagleConfig, EagleNet, default_taps
 from draftwing.methods.method import NetMethod, NewNet
 from draftwing.methods.net import Scored
+from draftwing.methods.net_drafter import EagleDrafter
 from draftwing.models.attention import CausalAttention
 from draftwing.models.layers import GatedMLP
 from draftwing.models.linear import Linear
 from draftwing.models.rope import inverse_frequencies
+from draftwing.models.target import Target
+from draftwing.runtime.forward import Entries
+from draftwing.runtime.tree_builder import Drafted, DraftRequest, VerifyRequest
 
 SLOW_TOKENS = 100  # distance over which a rotated channel that carries a code turns by less than one radian
 MATCH_SCORE = 12.0  # attention score of a key that matches both tokens of the query
@@ -255,6 +261,37 @@ def _regress(inputs: Tensor, goal: Tensor) -> Tensor:
     return solved
 
 
+# --- P-EAGLE ---------------------------------------------------------------------------------------------------------
+
+
+class ParallelDrafter(EagleDrafter):
+    """Drafts with a P-EAGLE head: one forward reads the unread entries and a mask for every further level.
+
+    A mask entry pairs the mask token with learned features instead of the target's, and sees what an entry of a chain
+    does. All nodes of a level share one distribution, as Medusa's do.
+    """
+
+    net: EagleNet
+
+    def draft(self, request: DraftRequest, verify: VerifyRequest | None = None) -> Drafted:
+        net, config = self.net, self.net.config
+        request = request.within(config.num_levels)
+        num_masks, width = request.budget.depth - 1, request.num_entries
+        lengths = torch.tensor([[len(ids)] for ids in request.tokens], device=net.device)
+        order = torch.arange(width + num_masks, device=net.device)
+        assert request.features is not None
+        features = F.pad(request.features[:, :width], (0, 0, 0, num_masks))
+        features = torch.where((order < lengths)[:, :, None], features, net.mask_hidden)
+        tokens = [[*ids, *[config.mask_token_id or 0] * num_masks] for ids in request.tokens]
+        chain, last, states = self.runner.catch_up(replace(request, tokens=tokens, features=features))
+        logits, _ = self.runner.forward(Entries(chain, request.lengths, states=states))
+        assert logits is not None
+        builder, place = request.builder(), (last - num_masks).clamp(min=0).expand(-1, -1, logits.shape[2])
+        while not builder.done:
+            builder.extend(logits.gather(1, place + builder.level))
+        return builder.finish()
+
+
 # --- registration ----------------------------------------------------------------------------------------------------
 
 
@@ -265,8 +302,10 @@ class Eagle1(NetMethod):
     layouts: tuple[str, ...] = ("draftwing", "eagle", "vllm", "sglang")
     settings: tuple[str, ...] = ("inputs",)
 
+    drafts_at_once = False
+
     def recognises(self, config: Mapping[str, Any], folder: Path) -> bool:
-        return eagle_version(config, folder) == self.version
+        return eagle_version(config, folder) == self.version and is_parallel(config) == self.drafts_at_once
 
     def read(self, folder: Path, *args: Any, **options: Any) -> EagleNet:
         return read_head(folder, *args, **options)
@@ -299,3 +338,14 @@ class Eagle3(Eagle1):
 
     def taps(self, num_layers: int) -> tuple[int, ...]:
         return default_taps(num_layers)
+
+
+class PEagle(Eagle3):
+    """A P-EAGLE head: an EAGLE-3 head that drafts a chain in one forward. It can be read and run, not trained."""
+
+    drafts_at_once = True
+    layouts = ("draftwing", "speculators")
+    options: ClassVar = {}
+
+    def drafter(self, net: Any, target: Target, name: str = "", identity: str = "") -> Drafter:
+        return ParallelDrafter(net, target, name, identity)

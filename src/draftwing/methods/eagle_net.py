@@ -4,6 +4,7 @@
         feature, read by the target's LM head. The feature is the target's last hidden state.
     EAGLE-3 (2503.01840): three taps fused by fc; the layer attends over (embedding, state), each normed; a norm and
         its own LM head over a draft vocabulary. EAGLE-3.1: every tap is normed, and the normed state is fed back.
+    P-EAGLE: EAGLE-3 that drafts a chain in one forward; entries after the first read a mask token and learned features.
 
 Entry i pairs the feature at position i with the token at position i + 1 (the "shifted" token), has position i, and
 predicts the token at i + 2. The network's output replaces the feature in the next entry.
@@ -75,8 +76,13 @@ class EagleConfig:
     own_embedding: bool = False  # the network has its own token embedding instead of the target's
     calibration: Calibration = field(default_factory=Calibration)  # converts scores to probabilities at T > 0
     target: TargetId | None = None  # the target it was trained for; None in other projects' heads that do not name it
+    # mask_token_id, num_levels: P-EAGLE: the token that stands for an unknown one, and tokens that one forward drafts
+    mask_token_id: int | None = None
+    num_levels: int = 8
 
     def __post_init__(self) -> None:
+        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
+            raise ConfigError(f"mask_token_id must be a token below {self.vocab_size}, found {self.mask_token_id}")
         if self.version not in (1, 3):
             raise ConfigError(f"an EAGLE net is of version 1 or 3, found {self.version}")
         if self.inputs not in get_args(Inputs):
@@ -175,6 +181,8 @@ def _places(config: EagleConfig) -> dict[str, _Place]:
     if config.fc_norm:
         for index in range(len(config.taps)):
             places[f"fc_norm.{index}.weight"] = _Place(f"tap_norms.{index}.weight", (config.feature_size,))
+    if config.mask_token_id is not None:
+        places["mask_hidden"] = _Place("mask_hidden", (taps,))
     if config.own_embedding:
         places["embed_tokens.weight"] = _Place("embedding.table", (config.vocab_size, hidden))
     return places
@@ -246,6 +254,8 @@ class EagleNet(DraftNet):
                 if unread is not None:
                     unread.requires_grad_(False)
         self.head = self.new_matrix(config.draft_vocab_size, hidden) if is_third else None
+        if config.mask_token_id is not None:
+            self.mask_hidden = nn.Parameter(torch.zeros(taps_width, dtype=dtype, device=self.embedding.device))
 
     # --- the forward pass ------------------------------------------------------------------------------------------
 
@@ -284,8 +294,8 @@ class EagleNet(DraftNet):
         return read, read if config.norm_output else x
 
     @property
-    def kind(self) -> str:  # type: ignore[override]  # one class, two methods
-        return f"eagle{self.config.version}"
+    def kind(self) -> str:  # type: ignore[override]  # one class, three methods
+        return f"eagle{self.config.version}" if self.config.mask_token_id is None else "peagle"
 
     @property
     def layer(self) -> DecoderLayer:

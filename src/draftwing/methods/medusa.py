@@ -38,7 +38,7 @@ from draftwing.formats.identity import target_id_of_folder
 from draftwing.formats.plain import DRAFT_IDS, PlainHead, check_ids, load_plain, own_block, save_plain
 from draftwing.formats.read import read_pickled, read_tensors
 from draftwing.formats.settings import is_medusa
-from draftwing.formats.write import write_folder
+from draftwing.formats.write import check_source, write_folder
 from draftwing.methods.block import BlockMethod, BlockNet, Guess
 from draftwing.methods.net import DraftNet, PlainConfig, TargetId
 from draftwing.models.config import RopeConfig, read_config
@@ -294,8 +294,7 @@ class Medusa(BlockMethod):
     def convert(self, source: Path, destination: Path, to: str, **options: Any) -> None:
         if to not in LAYOUTS:
             raise ConfigError(f"unknown layout {to!r} of a Medusa head: choose one of {', '.join(LAYOUTS)}")
-        if destination.exists() and source.exists() and destination.samefile(source):
-            raise CheckpointError(f"{destination}: is the source itself: choose another folder for the converted head")
+        check_source(source, destination)
         head = load_medusa(source, options.get("target"))
         if to == "draftwing":
             save_plain(destination, head)

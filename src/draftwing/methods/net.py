@@ -48,7 +48,7 @@ MAX_CACHED = 4_000_000
 # Fields that must be at least 1, in configs that have them.
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
-    "num_modules", "rank",
+    "num_modules", "rank", "state_size",
 )  # fmt: skip
 
 

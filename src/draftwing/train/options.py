@@ -15,6 +15,7 @@ from draftwing.methods.registry import training_method, training_methods
 # Options that only some methods have.
 NET_SETTINGS = (
     "inputs", "draft_vocab_size", "fc_norm", "norm_output", "num_layers", "hidden_size", "num_heads", "own_text",
+    "mask_token_id",
 )  # fmt: skip
 REPORTING = ("eval_every", "save_every", "eval_prompts", "eval_tokens", "eval_depth", "keep_prompts")
 
@@ -43,6 +44,7 @@ class TrainOptions:
     fc_norm: bool = False  # EAGLE-3.1
     norm_output: bool = False  # EAGLE-3.1
     num_layers: int | None = None  # None: the method's number (a quarter of the target's for a new draft model)
+    mask_token_id: int | None = None  # DFlash: this token is the mask, as in other projects' heads; None: a vector
     hidden_size: int | None = None  # width of a new draft model; None: half the target's
     num_heads: int | None = None  # heads of a new draft model; None: heads of 64
     own_text: float = 0.0  # share of a draft model's batches that it continues itself
