@@ -1,4 +1,4 @@
-"""Forecast a head's tau and speedup for any tree: from statistics of held-out texts, or with the papers' formulas.
+"""Forecast a head's tau and speedup for any tree, from statistics of held-out texts.
 
 At each position of a text that the target wrote, the drafter grows one large *reference tree*. The statistics keep what
 decides whether another tree would have held the next tokens: which child of its parent each of them was, and how many
@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,6 @@ from draftwing.decode import Decoder
 from draftwing.engine import Engine
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.formats.identity import head_id
-from draftwing.lab.compare import compare
-from draftwing.lm import LM
 from draftwing.methods.base import Budget, Drafter
 from draftwing.models.context import Context, TargetOutput
 from draftwing.models.target import Target
@@ -42,7 +39,6 @@ from draftwing.request import Request
 from draftwing.runtime.tree_builder import static_levels
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.storage import check_regular, replacing, writing
-from draftwing.text.prompts import Prompt
 from draftwing.tree import PAD, Accepted, DraftTree
 
 FILE = "held_out.npz"  # in a head's folder
@@ -469,17 +465,7 @@ class Forecast:
     # nodes, levels: means over steps
     nodes: float
     levels: float
-    speedup: float | None = None  # over the baseline at batch 1, if the machine's costs are known
-    measured_tau: float | None = None
-    measured_speedup: float | None = None
-
-    @property
-    def error(self) -> float | None:
-        """Forecast tau over measured tau, minus 1."""
-        return None if self.measured_tau is None else self.tau / self.measured_tau - 1
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "error": self.error}
+    speedup: float | None  # over the baseline at batch 1, if the machine's costs are known
 
 
 def forecast(
@@ -507,38 +493,6 @@ def forecast(
     return forecasts
 
 
-def measured(
-    forecasts: Sequence[Forecast],
-    lm: LM,
-    trees: Mapping[str, Budget | None],
-    prompts: Sequence[Prompt],
-    sampling: Sampling,
-    *,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Forecast]:
-    """Decode the prompts with every tree in turn (see ``compare``), and add the measurements to the forecasts."""
-    lms = [LM(lm.target, lm.tokenizer), *(_with_budget(lm, budget) for budget in trees.values())]
-    temperatures = list(dict.fromkeys(one.temperature for one in forecasts))
-    results: dict[tuple[str, float], tuple[float, float]] = {}
-    for number, temperature in enumerate(temperatures):
-
-        def report(done: int, total: int, before: int = number) -> None:
-            on_progress(before * total + done, total * len(temperatures))
-
-        comparison = compare(lms, prompts, replace(sampling, temperature=temperature), on_progress=report)
-        for name, method in zip(trees, comparison.methods[1:], strict=True):
-            results[name, temperature] = method.tau, method.speedup
-    added = []
-    for one in forecasts:
-        tau, speedup = results[one.tree, one.temperature]
-        added.append(replace(one, measured_tau=tau, measured_speedup=speedup))
-    return added
-
-
-def _with_budget(lm: LM, budget: Budget | None) -> LM:
-    return LM(lm.target, lm.tokenizer, lm.new_drafter, lm.rule, budget, lossless=lm.lossless)
-
-
 def _speedup(steps: Walk, effort: float, costs: Costs, context: float) -> float:
     """Return the tokens of a step over its time in steps of the baseline, interpolated between whole nodes."""
     low = int(steps.nodes)
@@ -554,170 +508,3 @@ def _effort(budget: Budget, costs: Costs) -> float:
         widths = [1, *(len(level.expanded) for level in static_levels(budget.paths)[:-1])]
         return sum(1 + (width - 1) * share for width in widths)
     return min(budget.depth, 1) + max(budget.depth - 1, 0) * (1 + (budget.width - 1) * share)
-
-
-# --- formulas --------------------------------------------------------------------------------------------------------
-
-
-def predict(
-    lm: LM,
-    prompts: Sequence[Prompt],
-    sampling: Sampling,
-    gammas: Sequence[int] = (1, 2, 3, 5, 8),
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> dict[str, Any]:
-    """Compare the papers' formulas with measurements for chains of each length, and measure the automatic budget.
-
-    Returns:
-        JSON values: ``alpha`` (acceptance of a drafted token over all prompts), ``c`` (time of a draft step over that
-        of a target forward), ``pays`` (alpha > c), ``best_gamma`` (by the paper's formula), ``auto`` (measured speedup
-        and tau of the automatic budget), and for each of ``chains``
-
-        - ``tau_predicted`` and ``tau``: (1 - alpha^(gamma + 1)) / (1 - alpha), and measured.
-        - ``paper``: speedup by Leviathan et al. (2211.17192), who assume that verification costs one step of the
-          baseline.
-        - ``measured_costs``: speedup from the measured times of drafting and verification (MagicDec's form).
-        - ``speedup``: measured.
-        - ``operations``, ``memory``: arithmetic and reads of the target's weights per token, over the baseline's.
-        - ``inflection``: tokens of context from which such chains are faster; None if they never are.
-
-    """
-    if not lm.drafter.drafts:
-        raise ConfigError("there is nothing to predict without a drafter: give one with --draft")
-    costs = lm.costs()
-    lms = [LM(lm.target, lm.tokenizer), *(_with_budget(lm, Budget(gamma)) for gamma in gammas), _with_budget(lm, None)]
-    comparison = compare(lms, prompts, sampling, on_progress=on_progress)
-    base, *methods, auto = comparison.methods
-    alpha = min(_pooled(methods[-1].alpha), 1.0)
-    # Weights that a draft step multiplies with, over those of a target forward; 0 for lookup.
-    c, ratio = draft_ratio(costs), lm.drafter.num_bytes / lm.target.num_weight_bytes
-    chains = []
-    for gamma, method in zip(gammas, methods, strict=True):
-        inflection = inflection_length(costs, alpha, gamma)
-        chains.append(
-            {
-                "gamma": gamma,
-                "tau_predicted": expected_tokens(alpha, gamma),
-                "tau": method.tau,
-                "paper": predicted_speedup(alpha, gamma, c),
-                "measured_costs": measured_speedup(costs, alpha, gamma),
-                "speedup": method.speedup,
-                "operations": operations_factor(alpha, gamma, ratio),
-                "memory": memory_factor(alpha, gamma),
-                "inflection": inflection if inflection < math.inf else None,
-            }
-        )
-    return {
-        "drafter": lm.drafter_name,
-        "alpha": alpha,
-        "c": c,
-        "pays": alpha > c,
-        "best_gamma": best_gamma(alpha, c),
-        "chains": chains,
-        "auto": {"speedup": auto.speedup, "tau": auto.tau},
-        "plain_tokens_per_s": base.tokens_per_s,
-        "costs": costs.to_dict(),
-        "machine": comparison.machine,
-    }
-
-
-def describe_costs(costs: Costs) -> dict[str, Any]:
-    """Summarise measured costs for people."""
-    plain = costs.verify_seconds(1)
-    nodes = [int(count) for count, _ in costs.verify.knots if count > 1]
-    return {
-        "plain_step_ms": round(1e3 * plain, 2),
-        "verify_of_plain": "  ".join(f"{n}: {costs.verify_seconds(n) / plain:.2f}" for n in nodes),
-        **({"draft_step_of_plain": round(draft_ratio(costs), 3)} if costs.chain.knots else {}),
-        "us_per_token_of_context": round(1e6 * costs.per_token, 2),
-    }
-
-
-def _pooled(alpha: Sequence[float]) -> float:
-    """Average acceptance over depths, each weighted by how often it was reached."""
-    reached, taken, weight = 0.0, 0.0, 1.0
-    for share in alpha:
-        reached += weight
-        weight *= share
-        taken += weight
-    return taken / reached if reached else 0.0
-
-
-# --- formulas --------------------------------------------------------------------------------------------------------
-#
-#     T_V(n)  a target forward over n nodes, with everything after it    alpha   chance that a drafted token is accepted
-#     T_T     a baseline step, T_V(1)                                    gamma   tokens drafted per step, in a chain
-#     T_D     one level of drafting; c = T_D / T_T                       tau     tokens emitted per target forward
-#
-# Leviathan et al. (2211.17192) for costs as a ratio c, MagicDec (2408.11049) for measured T_V.
-
-
-def _check(alpha: float, gamma: float, c: float = 0.0) -> None:
-    if not 0 <= alpha <= 1 or gamma < 0 or not c >= 0:
-        raise ConfigError(
-            f"the cost model needs alpha in [0, 1], gamma and c >= 0; found alpha={alpha}, gamma={gamma}, c={c}"
-        )
-
-
-def expected_tokens(alpha: float, gamma: int) -> float:
-    """Tokens per target forward with a chain: (1 - alpha^(gamma + 1)) / (1 - alpha) (2211.17192, eq. 1)."""
-    _check(alpha, gamma)
-    return float(gamma + 1) if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
-
-
-def predicted_speedup(alpha: float, gamma: int, c: float) -> float:
-    """Speedup of chains over the baseline if T_V is T_T (2211.17192, theorem 3.8), where c is T_D / T_T."""
-    _check(alpha, gamma, c)
-    return expected_tokens(alpha, gamma) / (gamma * c + 1)
-
-
-def best_gamma(alpha: float, c: float, upto: int = 64) -> int:
-    """The chain length of the highest predicted speedup if verification is free; 0 if none gains (alpha <= c)."""
-    _check(alpha, upto, c)
-    if alpha <= c:  # corollary 3.9; not left to the last bit of equal speedups
-        return 0
-    return max(range(upto + 1), key=lambda gamma: (predicted_speedup(alpha, gamma, c), -gamma))
-
-
-def operations_factor(alpha: float, gamma: int, c_operations: float) -> float:
-    """Arithmetic per token over the baseline's (2211.17192, theorem 3.11); ``c_operations``: that of a draft step."""
-    _check(alpha, gamma, c_operations)
-    return (gamma * c_operations + gamma + 1) / expected_tokens(alpha, gamma)
-
-
-def memory_factor(alpha: float, gamma: int) -> float:
-    """Reads of the target's weights per token relative to the baseline: 1 / tau (2211.17192, section 3.4)."""
-    return 1 / expected_tokens(alpha, gamma)
-
-
-def draft_ratio(costs: Costs) -> float:
-    """c = T_D / T_T: the time of one more level of drafting, relative to a baseline step."""
-    return costs.level_seconds / costs.verify(1)
-
-
-def measured_speedup(costs: Costs, alpha: float, gamma: int, rows: int = 1, context: float | None = None) -> float:
-    """Speedup of chains of ``gamma`` over the baseline, by the measured times (2408.11049)."""
-    spent = costs.draft_seconds(gamma, 1, rows) + costs.verify_seconds(gamma + 1, rows, context)
-    return expected_tokens(alpha, gamma) * costs.verify_seconds(1, rows, context) / spent
-
-
-def inflection_length(costs: Costs, alpha: float, gamma: int, rows: int = 1, *, view: int | None = None) -> float:
-    """Context length from which chains of ``gamma`` gain (MagicDec 2408.11049, section 3).
-
-    With longer contexts reading the KV cache, once for all nodes, dominates, and T_V / T_T falls towards 1.
-
-    Args:
-        view: slots that a self-drafting target attends to: a draft step then costs a baseline step of that length.
-            None: as measured.
-
-    Returns:
-        0 if they gain from the start, infinity if they never do.
-    """
-    tokens = expected_tokens(alpha, gamma)
-    draft = costs.draft_seconds(gamma, 1, rows) if view is None else gamma * costs.verify_seconds(1, rows, view)
-    loss = draft + costs.verify_seconds(gamma + 1, rows, 0) - tokens * costs.verify_seconds(1, rows, 0)  # per step
-    if loss <= 0 and view is None:
-        return 0.0
-    gain = (tokens * costs.token_seconds(1) - costs.token_seconds(gamma + 1)) * rows  # per token of context
-    length = loss / gain if gain > 0 else math.inf
-    return length if view is None else max(length, float(view))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from draftwing.budget.costs import Costs
 from draftwing.cpu.library import kernel_problem
 from draftwing.dialogue import figures
 from draftwing.formats.gguf_weights import open_weights
@@ -89,6 +90,18 @@ def describe_lm(lm: LM) -> dict[str, dict[str, Any]]:
             "chat_template": lm.tokenizer.has_chat_template,
         },
         "drafter": about_drafter,
+    }
+
+
+def describe_costs(costs: Costs) -> dict[str, Any]:
+    """Summarise what drafts and their verification cost, in milliseconds and shares of a baseline step."""
+    plain = costs.verify_seconds(1)
+    nodes = [int(count) for count, _ in costs.verify.knots if count > 1]
+    return {
+        "plain_step_ms": round(1e3 * plain, 2),
+        "verify_of_plain": "  ".join(f"{n}: {costs.verify_seconds(n) / plain:.2f}" for n in nodes),
+        **({"draft_step_of_plain": round(costs.level_seconds / plain, 3)} if costs.chain.knots else {}),
+        "us_per_token_of_context": round(1e6 * costs.per_token, 2),
     }
 
 
