@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,9 +36,7 @@ from draftwing.models.catalogue import entry_of
 if TYPE_CHECKING:
     from draftwing.lab.compare import Comparison, MethodResult, Verification
     from draftwing.lab.forecast import HeldOut
-    from draftwing.lab.tune import Pace, TextIds, Trial, Tuned
     from draftwing.lm import LM
-    from draftwing.models.lean import LeanTarget
     from draftwing.text.prompts import Prompt
 
 _DISTRIBUTION_ONLY = "at a temperature above 0 this rule keeps the distribution of the text, not the text itself"
@@ -293,26 +289,23 @@ def _collect(lm: LM, folder: Path, prompts: Sequence[Prompt], temperatures: Sequ
 tune_app = typer.Typer(no_args_is_help=True, help="Tune a draft by measuring on this machine: `layers`.")
 
 
-@dataclass(frozen=True)
-class Search:
-    out: Path = option(..., "Folder for the layers, which --draft then takes.", "-o")
-    data: str | None = option(None, "Held-out prompts: a text or .jsonl file. [default: prompts that ship]")
-    num_prompts: int = option(8, "Use only the first N prompts.", min=1)
-    max_tokens: int = option(64, "Number of tokens that the target writes after each prompt.", "-n", min=8)
-    trials: int = option(200, "Number of sets to try, including those of a stopped run.", min=1)
-    exits: bool = option(False, "Only try early exits: the first layer, the first two, and so on.")
-    seed: int = option(0, "Seed of the search.", min=0)
-    measure: bool = option(True, "Afterwards decode the prompts with and without the layers.", "--measure/--no-measure")
-
-
 @tune_app.command()
 @with_options
-def layers(model: Model, search: Search, as_json: bool = JSON) -> None:
+def layers(
+    model: Model,
+    out: Path = option(..., "Folder for the layers, which --draft then takes.", "-o"),
+    data: str | None = option(None, "Held-out prompts: a text or .jsonl file. [default: prompts that ship]"),
+    num_prompts: int = option(8, "Use only the first N prompts.", min=1),
+    max_tokens: int = option(64, "Number of tokens that the target writes after each prompt.", "-n", min=8),
+    trials: int = option(200, "Number of sets to try.", min=1),
+    exits: bool = option(False, "Only try early exits: the first layer, the first two, and so on."),
+    seed: int = option(0, "Seed of the search.", min=0),
+    as_json: bool = JSON,
+) -> None:
     """Find the layers that a target can skip while it drafts for itself (Draft & Verify, 2309.08168).
 
-    Bayesian optimisation chooses the attentions and MLPs to skip, from texts of the target and times on this machine.
-    Needs `pip install 'draftwing[lab]'` except with --exits. Ctrl-C keeps the best set so far, and the same command
-    continues.
+    A local search chooses the attentions and MLPs to skip, from texts of the target and times on this machine. Ctrl-C
+    keeps the best set so far, and the same command continues from it.
 
     Examples:
 
@@ -320,88 +313,52 @@ def layers(model: Model, search: Search, as_json: bool = JSON) -> None:
     - `draftwing tune layers --exits --out first-layers`, then `draftwing compare --draft first-layers`
     """
     from draftwing.formats.identity import target_id_of_folder
-    from draftwing.lab.tune import tune
+    from draftwing.lab.tune import DEPTH, Recorded, Trial, measure_pace, tune
     from draftwing.loading import find_model, load_target
     from draftwing.models.subnet import lean_target
 
-    prompts = Examples(search.data, search.num_prompts).read(model.target)
-    digest = hashlib.sha256(json.dumps([search.max_tokens, prompts]).encode())
+    prompts = Examples(data, num_prompts).read(model.target)
     (folder, lora), best = find_model(model.target, lora=model.lora), ""
-
-    def load_plain() -> LeanTarget:
-        target = load_target(
-            folder, dtype=model.dtype, lora=lora, device=model.device, engine=model.engine, prepack=False
-        )
-        return lean_target(target, "draft 'layers'")
-
-    with progress("trying sets of layers", lambda: best, resumes=True) as show:
+    lm, texts = model.load("none"), []
+    plain = load_target(folder, dtype=model.dtype, lora=lora, device=model.device, engine=model.engine, prepack=False)
+    with progress("writing texts") as show:
+        for number, prompt in enumerate(SamplingOptions().put_all(prompts, lm), 1):
+            ids = lm.encode(prompt)
+            texts.append((ids, lm.generate([ids], temperature=0.0, max_tokens=max_tokens)[0].token_ids))
+            show(number, len(prompts))
+    with progress("measuring this machine's costs"):
+        pace = measure_pace(lean_target(lm.target, "draft 'layers'"))
+    recorded = Recorded(lean_target(plain, "draft 'layers'"), texts, DEPTH)
+    with progress("trying sets of layers", lambda: best) as show:
 
         def on_progress(done: int, total: int, trial: Trial | None) -> None:
             nonlocal best
             best = "" if trial is None else f"best {trial.tokens_per_s:,.1f} tokens/s expected, {trial.parts}"
             show(done, total)
 
-        tuned = tune(
-            search.out,
+        found, finished = tune(
+            out,
             target_id_of_folder(folder, model.name),
-            lambda: _texts_and_pace(model, search, prompts),
-            load_plain,
-            num_trials=search.trials,
-            seed=search.seed,
-            only_exits=search.exits,
-            settings={"dtype": model.dtype, "quantize": model.quantize, "texts": digest.hexdigest()[:16]},
+            lambda parts: pace.trial(parts, recorded.accepted(parts)),
+            num_trials=trials,
+            seed=seed,
+            only_exits=exits,
             on_progress=on_progress,
         )
-    measured = _measure_layers(model, search, prompts) if tuned.finished and search.measure else None
-    _print_layers(search.out, tuned, measured, as_json=as_json)
-    if not tuned.finished:
-        screen.line(f"stopped after {tuned.num_trials} sets: run the same command again to continue", "yellow")
-        raise typer.Exit(130)
-
-
-def _texts_and_pace(model: Model, search: Search, prompts: Sequence[Prompt]) -> tuple[list[TextIds], Pace]:
-    """Let the target write texts, and measure the times of its parts."""
-    from draftwing.lab.tune import TextIds, measure_pace
-    from draftwing.models.subnet import lean_target
-
-    lm = model.load("none")
-    texts = []
-    for prompt in SamplingOptions().put_all(prompts, lm):
-        ids = lm.encode(prompt)
-        written = lm.generate([ids], temperature=0.0, max_tokens=search.max_tokens)[0].token_ids
-        texts.append(TextIds((*ids, *written), len(ids)))
-    return texts, measure_pace(lean_target(lm.target, "draft 'layers'"))
-
-
-def _measure_layers(model: Model, search: Search, prompts: Sequence[Prompt]) -> dict[str, float]:
-    from draftwing.lab.compare import compare
-    from draftwing.sampling import Sampling
-
-    lms = model.load_many(Compared([str(search.out)]))
-    with progress("decoding with and without them") as on_progress:
-        ready, sampling = SamplingOptions().put_all(prompts, lms[0]), Sampling(max_tokens=search.max_tokens)
-        plain, drafted = compare(lms, ready, sampling, on_progress=on_progress).methods
-    figures = {name: getattr(drafted, name) for name in ("tokens_per_s", "speedup", "tau")}
-    return {"plain_tokens_per_s": plain.tokens_per_s, **figures}
-
-
-def _print_layers(out: Path, tuned: Tuned, measured: dict[str, float] | None, *, as_json: bool) -> None:
-    best = tuned.best
+    speedup, parts = found.tokens_per_s / pace.plain, found.parts
+    skipped = {"skip_attention": parts.skipped_attention, "skip_mlp": parts.skipped_mlp}
     if as_json:
-        result = {"out": str(out), "trials": tuned.num_trials, "finished": tuned.finished, **best.to_dict()}
-        result |= {"plain_tokens_per_s": tuned.plain, "speedup": tuned.speedup, "measured": measured}
-        screen.print_json(result)
-        return
-    screen.line(
-        f"{best.parts}: {best.tokens_per_s:,.1f} tokens/s expected with chains of {best.depth}, "
-        f"{tuned.speedup:.2f}x of baseline decoding"
-    )
-    for name, skipped in (("attention", best.parts.skipped_attention), ("MLP", best.parts.skipped_mlp)):
-        screen.line(f"skipped {name}: {', '.join(map(str, skipped)) or 'none'}", "dim")
-    if measured is not None:
+        figures = {"accepted": found.accepted, "tokens_per_s": found.tokens_per_s, "depth": found.depth}
+        screen.print_json({"out": str(out), "finished": finished, **skipped, **figures, "speedup": speedup})
+    else:
         screen.line(
-            f"measured: {measured['tokens_per_s']:,.1f} tokens/s, {measured['speedup']:.2f}x, tau {measured['tau']:.2f}"
+            f"{parts}: {found.tokens_per_s:,.1f} tokens/s expected with chains of {found.depth}, {speedup:.2f}x of "
+            f"baseline decoding",
+            "" if speedup > 1 else "yellow",
         )
-    elif tuned.speedup <= 1:
-        screen.line("no set is expected to be faster than baseline decoding here", "yellow")
-    screen.line(f"wrote {out}")
+        for name, numbers in skipped.items():
+            screen.line(f"{name.replace('_', ' ')}: {', '.join(map(str, numbers)) or 'none'}", "dim")
+        screen.line(f"wrote {out}: measure it with draftwing compare --draft {out}")
+    if not finished:
+        screen.line("stopped: run the same command again to continue", "yellow")
+        raise typer.Exit(130)

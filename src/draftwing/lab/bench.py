@@ -208,7 +208,7 @@ class Journal:
         self.methods: dict[str, dict[str, Any]] = {}
         self.answers: dict[Unit, list[dict[str, Any]]] = {}
         self.skipped: dict[Unit, dict[str, Any]] = {}
-        self._file = RecordFile(folder / FILE, "bench")
+        self._file = RecordFile(folder / FILE)
         self._file.load(self._take)
 
     def done(self, unit: Unit) -> set[str]:
