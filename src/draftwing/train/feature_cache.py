@@ -440,10 +440,6 @@ class GrowingCache:
     def size(self) -> CacheSize:
         return self.info.size(self.num_rows, sum(tokens for _, tokens in self._sizes.values()))
 
-    def num_bytes_of(self, rows: Iterable[CacheRow]) -> int:
-        lengths = [len(row.states) for row in rows]
-        return self.info.size(len(lengths), sum(lengths)).num_bytes
-
     def check_room(self, num_bytes: int | None = None, what: str = "the next shard of the cache") -> None:
         """Raise DataError unless the disk has room for this number of bytes, by default of one shard."""
         num_bytes, free = self.shard_bytes if num_bytes is None else num_bytes, shutil.disk_usage(self._folder).free
@@ -521,7 +517,8 @@ class PendingShard:
 
     def num_bytes(self, more: Iterable[CacheRow] = ()) -> int:
         """Return the size of the shard, with further rows."""
-        return self._cache.num_bytes_of([*self.rows.values(), *more])
+        lengths = [len(row.states) for row in (*self.rows.values(), *more)]
+        return self._cache.info.size(len(lengths), sum(lengths)).num_bytes
 
     def write(self) -> None:
         """Write the rows, if there are any; an interrupt in here may let it be written again as the same shard."""
