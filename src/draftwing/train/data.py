@@ -334,7 +334,6 @@ class Example:
 
     ids: np.ndarray  # (T,) int32
     mask: np.ndarray  # (T,) bool: True if the prediction of this token counts in the loss; never at 0
-    where: str = ""  # file and line that it was read from; empty if unknown
 
 
 def bare_tokenizer(tokenizer: Tokenizer) -> FastTokenizer:
@@ -376,11 +375,10 @@ class DialogueEncoder:
 
     def encode(self, dialogues: Iterable[DataRecord]) -> list[Example]:
         """Encode the dialogues that have an answer within ``max_length``."""
-        located = [(self._locate(dialogue.messages), dialogue.where) for dialogue in dialogues]
-        kept = [(*turns, where) for turns, where in located if turns is not None]
-        encodings = self.bare.encode_batch([text for text, _, _ in kept], add_special_tokens=False)
-        marked = zip(encodings, kept, strict=True)
-        examples = [Example(*self._mark(encoding, spans), where) for encoding, (_, spans, where) in marked]
+        located = [turns for dialogue in dialogues if (turns := self._locate(dialogue.messages)) is not None]
+        encodings = self.bare.encode_batch([text for text, _ in located], add_special_tokens=False)
+        pairs = zip(encodings, located, strict=True)
+        examples = [Example(*self._mark(encoding, spans)) for encoding, (_, spans) in pairs]
         with_answer = [example for example in examples if example.mask.any()]
         if len(with_answer) < len(examples):
             self.skipped["no room for an answer"] += len(examples) - len(with_answer)

@@ -140,7 +140,7 @@ def prepare(
         phase: ``phase(title)`` is entered for each part that takes long, and returns a function to call with the amount
             done and the total.
     """
-    for package in ("accelerate", "tensorboard", "matplotlib"):
+    for package in ("accelerate", "matplotlib"):
         try:
             import_module(package)
         except ImportError as error:
@@ -220,11 +220,7 @@ def prepare(
         evaluate=evaluate, accelerator=accelerator, describe=describe, stream=stream,
     )  # fmt: skip
     if accelerator.is_main_process:
-        sources = () if stream else files.data  # a stream is not read again to find its dialogues
-        with phase("looking up held-out dialogues, bytes") as on_progress:
-            prompts = held_out_prompts(
-                validation, tokenizer, sources, options.keep_prompts, exclude=files.exclude, on_progress=on_progress
-            )
+        prompts = held_out_prompts(validation, tokenizer, options.keep_prompts)
 
         def add_to_head(head: Path) -> None:
             write_stored(head, prompts)
@@ -256,8 +252,6 @@ def _read_data(
         sources = find_files(files.data, files.exclude)
         if not any(isinstance(source, DataSet) for source in sources):
             return *_read_sources(files, options, tokenizer, on_data), None, None, None
-        if options.data_share < 1:
-            raise ConfigError("training: a data set is streamed, and its size is unknown: leave out data_share")
         stream = StreamedBatches(
             sources,
             DialogueEncoder(tokenizer, options.max_length),
@@ -279,13 +273,10 @@ def _read_data(
     if info.max_length is None:
         cache = cache.cut(options.max_length)
     if info.validation_share:
-        as_cached = dataclasses.replace(options, seed=info.seed, data_share=1.0)
-        _, validation = _read_sources(files, as_cached, tokenizer, on_data)
+        _, validation = _read_sources(files, dataclasses.replace(options, seed=info.seed), tokenizer, on_data)
     else:
         cache, held_cache = split_cache(cache, options.validation_share, options.seed)
         validation = held_cache.corpus
-    if options.data_share < 1:
-        _, cache = split_cache(cache, options.data_share, options.seed + 1)
     return cache.corpus, validation, cache, held_cache, None
 
 
@@ -295,10 +286,7 @@ def _read_sources(
     corpus = read_examples(
         files.data, tokenizer, max_length=options.max_length, exclude=files.exclude, on_progress=on_data
     )
-    training, validation = split(corpus, options.validation_share, options.seed)
-    if options.data_share < 1:
-        _, training = split(training, options.data_share, options.seed + 1)
-    return training, validation
+    return split(corpus, options.validation_share, options.seed)
 
 
 def split_cache(cache: FeatureCache, share: float, seed: int) -> tuple[FeatureCache, FeatureCache]:
