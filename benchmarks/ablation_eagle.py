@@ -45,11 +45,11 @@ HEADS: dict[str, tuple[dict[str, Any], float]] = {
     "HASS": ({"method": "hass", "later_share": 0.34}, 1),
     "EAGLE-3": ({"method": "eagle3", **THIRD}, 1),
     "EAGLE-3.1": ({"method": "eagle3", "fc_norm": True, "norm_output": True, **THIRD}, 1),
-    "EAGLE-3, 0.25x data": ({"method": "eagle3", "data_share": 0.125, **THIRD}, 0.25),
-    "EAGLE-3, 0.5x data": ({"method": "eagle3", "data_share": 0.25, **THIRD}, 0.5),
-    "EAGLE-3, 2x data": ({"method": "eagle3", "data_share": 0.999, **THIRD}, 2),
+    "EAGLE-3, 0.25x data": ({"method": "eagle3", "validation_share": 0.875, **THIRD}, 0.25),
+    "EAGLE-3, 0.5x data": ({"method": "eagle3", "validation_share": 0.75, **THIRD}, 0.5),
+    "EAGLE-3, 2x data": ({"method": "eagle3", "validation_share": 0.001, **THIRD}, 2),
 }
-BASE_SHARE = 0.5  # share of the data that is 1x, so that there is a 2x
+HELD_OUT_SHARE = 0.5  # of the data, so that there is a 2x
 TREES = {
     "chain": dw.Budget(5),
     "static": dw.Budget(paths=EAGLE_TREE),
@@ -63,7 +63,7 @@ def train(
     options, share = HEADS[name]
     out = runs / "".join(c if c.isalnum() else "-" for c in name.lower())
     if not (out / "done").exists():
-        settings = {"data_share": BASE_SHARE, **COMMON, **options, "minutes": minutes * share}
+        settings = {"validation_share": HELD_OUT_SHARE, **COMMON, **options, "minutes": minutes * share}
         done = prepare(RunFiles(target, sources, exclude), TrainOptions(**settings), out).run()
         (out / "done").write_text(str(done.iteration))
     return out

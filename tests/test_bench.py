@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import draftwing as dw
 from conftest import CHAT_TEMPLATE, add_tokenizer, refused
 from draftwing.cli.main import app
-from draftwing.errors import CheckpointError, ConfigError, PromptError, UnsupportedError
+from draftwing.errors import CheckpointError, ConfigError, PromptError
 from draftwing.lab import bench, bench_results
 from draftwing.lab.bench import FILE, Journal, open_journal, read_journal
 from draftwing.lab.bench_results import (
@@ -429,9 +429,6 @@ def test_samplings(chat, tmp_path):
     ):
         with refused(kind, *parts):
             bench.parse_sampling(text, folder)
-    (tmp_path / "generation_config.json").write_text('{"temperature": 0.5, "do_sample": true, "typical_p": 0.9}')
-    with refused(UnsupportedError, "typical_p 0.9"):
-        bench.parse_sampling("model", tmp_path)
 
 
 def test_other_weights_are_another_target(chat, tmp_path):

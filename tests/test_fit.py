@@ -169,11 +169,11 @@ def test_ctrl_c_before_training_keeps_what_there_was(run, target, tmp_path, monk
 
 
 def test_validation_prompts_are_spread_over_the_held_out_data():
-    """Dialogues up to their first answer; a dialogue that begins with one has no prompt."""
+    """Dialogues up to their first answer, and beginnings of documents."""
     examples = [Example(np.full(6, number), np.arange(6) >= number % 4) for number in range(12)]
-    prompts = [[number] * (number % 4) for number in range(12) if number % 4 > 1]  # 2, 3, 6, 7, 10, 11
-    assert validation_prompts(Corpus(tuple(examples)), 6) == prompts
-    assert validation_prompts(Corpus(tuple(examples)), 3) == prompts[::2]
+    prompts = [[number] * (number % 4 if number % 4 > 1 else 3) for number in range(12)]
+    assert validation_prompts(Corpus(tuple(examples)), 12) == prompts
+    assert validation_prompts(Corpus(tuple(examples)), 3) == prompts[::4]
 
 
 def test_a_trained_head_carries_held_out_prompts(run, target, monkeypatch):

@@ -259,8 +259,7 @@ def cache(
     target: str | None = TARGET,
     max_length: int = option(512, "Maximum number of tokens of a window or dialogue."),
     tokens_per_batch: int = option(2048, "Tokens that the target reads at once.", expert=True),
-    validation_share: float = option(0.02, "Share of the data held out: the same as in `train`.", expert=True),
-    seed: int = option(0, "Seed of the held-out choice and of the places where documents are cut."),
+    seed: int = option(0, "Seed of the places where documents are cut."),
     dtype: str | None = option(
         None, "Data type of the target. [default: bfloat16, if the device is fast at it]", expert=True
     ),
@@ -274,13 +273,13 @@ def cache(
     Examples:
 
     - `draftwing data cache --data dialogues.jsonl -o features`
-    - `draftwing train eagle3 --data dialogues.jsonl --cache features --minutes 15 -o my-head`
+    - `draftwing train eagle3 --cache features --minutes 15 -o my-head`
     """
     from draftwing.formats.identity import target_id
     from draftwing.loading import load_target, training_dtype
     from draftwing.models.resolve import resolve
     from draftwing.text.tokenizer import Tokenizer
-    from draftwing.train.data import Batches, download_sources, read_examples, split
+    from draftwing.train.data import Batches, download_sources, read_examples
     from draftwing.train.feature_cache import estimate, write_cache
 
     choose = taps.chooser()
@@ -291,22 +290,19 @@ def cache(
         corpus = read_examples(
             data.sources, tokenizer, max_length=max_length, exclude=data.exclude, on_progress=on_data
         )
-    batches = Batches(split(corpus, validation_share, seed)[0], tokens_per_batch, max_length, seed)
+    batches = Batches(corpus, tokens_per_batch, max_length, seed)
     name = target or default_model()
     with progress("loading the target"):
         model = load_target(folder, dtype=dtype or training_dtype(device), device=device, name=name, prepack=False)
     layers, identity = choose(model.num_layers), target_id(model, tokenizer)
     screen.line(f"the cache will have {estimate(model, batches, layers)}")
     with _continued("running the target, tokens", "tokens") as on_progress:
-        done = write_cache(
-            out, model, batches, layers, identity=identity, validation_share=validation_share, on_progress=on_progress
-        )
+        done = write_cache(out, model, batches, layers, identity=identity, on_progress=on_progress)
     if as_json:
         screen.print_json({"out": str(out), **asdict(done)})
         return
     screen.line(f"wrote {done.num_shards - done.num_kept} shards to {out}; {done.num_kept} were there")
-    settings = f"--max-length {max_length} --validation-share {validation_share}"
-    screen.line(f"train on it: draftwing train {taps.method} ... --cache {out} {settings}", "dim")
+    screen.line(f"train on it: draftwing train {taps.method} ... --cache {out}", "dim")
 
 
 @data_app.command("import-states")

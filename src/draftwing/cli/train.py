@@ -49,8 +49,8 @@ class Run:
     target: str | None = TARGET
     cache: str | None = option(
         None,
-        "Features of `draftwing data cache` (with its --data), or of `data regenerate --features` or `data "
-        "import-states` (without): a folder or its URL.",
+        "Features of `draftwing data cache`, `data regenerate --features` or `data import-states`, instead of --data: "
+        "a folder or its URL.",
     )
     ends_only: bool = option(
         False,

@@ -27,7 +27,7 @@ from draftwing.remote import OnProgress
 from draftwing.sampling import Sampling
 from draftwing.stats import Stats, Step
 from draftwing.text.tokenizer import Tokenizer
-from draftwing.train.data import Corpus
+from draftwing.train.data import Corpus, Example
 from draftwing.train.features import FeatureBatch, FeatureSource
 from draftwing.train.loss import Truth, loss_of
 from draftwing.train.options import TrainOptions
@@ -52,13 +52,20 @@ CANDIDATES = 4  # looked at for each stored prompt, since long ones are left out
 
 def validation_prompts(corpus: Corpus, num: int) -> list[list[int]]:
     """Cut up to ``num`` prompts from held-out data: dialogues up to their first answer, and parts of documents."""
-    prompts = [ids[: int(e.mask.argmax())].tolist() for e in corpus.examples for ids in [e.ids] if e.mask.argmax() > 1]
+    prompts = [_prompt_of(example, PROMPT_TOKENS) for example in corpus.examples]
     room = len(corpus.stream) - PROMPT_TOKENS
     if room > 0:
         starts = [int(room * (i + 0.5) / max(num, 1)) for i in range(num)]
         prompts += [[*corpus.prefix, *corpus.stream[at : at + PROMPT_TOKENS].tolist()] for at in starts]
     step = max(1, len(prompts) // max(num, 1))
     return prompts[::step][:num]
+
+
+def _prompt_of(example: Example, num_tokens: int) -> list[int]:
+    """Return what comes before the first answer; of a document's window, the beginning."""
+    first = int(example.mask.argmax())
+    ids: list[int] = example.ids[: first if first > 1 else min(num_tokens, len(example.ids) // 2)].tolist()
+    return ids
 
 
 @torch.inference_mode()
@@ -191,7 +198,7 @@ def held_out_prompts(validation: Corpus, tokenizer: Tokenizer, num: int) -> list
     beginning. Prompts that are too long to be stored are left out.
     """
     examples = _spread(validation.examples, CANDIDATES * num)
-    dialogues = [_rendered(example.ids[: int(example.mask.argmax())].tolist(), tokenizer) for example in examples]
+    dialogues = [_rendered(_prompt_of(example, BEGINNING_TOKENS), tokenizer) for example in examples]
     bounds = itertools.pairwise([*validation.starts.tolist(), len(validation.stream)])
     starts = [
         at for start, end in bounds for at in range(start, end, BEGINNING_DISTANCE) if end - at >= BEGINNING_TOKENS
