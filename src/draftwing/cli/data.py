@@ -89,8 +89,6 @@ def regenerate(
     taps: TapOptions,
     out: Path = option(..., "JSONL file to append to: run again to continue.", "-o"),
     limit: int | None = option(None, "Use only the first N prompts.", min=1),
-    prompt_tokens: int = option(64, "Tokens of a document that are its prompt.", expert=True),
-    per_document: int = option(1, "Maximum number of prompts per document.", expert=True),
     features: Path | None = option(None, "Folder for the target's hidden states, which `train --cache` reads."),
     as_json: bool = JSON,
 ) -> None:
@@ -117,15 +115,7 @@ def regenerate(
     samplings = answers.to_samplings()
     answerer: LMAnswerer | ServerAnswerer
     tokenizer = cache = None
-    read = partial(
-        read_tasks,
-        data.sources,
-        prompt_tokens=prompt_tokens,
-        per_document=per_document,
-        limit=limit,
-        exclude=data.exclude,
-        output=out,
-    )
+    read = partial(read_tasks, data.sources, limit=limit, exclude=data.exclude, output=out)
     if answers.write_batch is not None or answers.read_batch:
         if features is not None or answers.server:
             raise ConfigError(

@@ -51,8 +51,8 @@ _VERIFIED = (
     "margin: {margin:.2e} | noise: {noise:.2e} | verdict: {verdict}"
 )
 _FORECAST = (
-    "T: {temperature:g} | tree: {tree} | >tau: {tau:.2f} | >95%: {tau_low:.2f}-{tau_high:.2f} | >nodes: {nodes:.1f} | "
-    ">levels: {levels:.1f} | >speedup: {speedup:.2f}"
+    "T: {temperature:g} | tree: {tree} | >tau: {tau:.2f} | >95%: {tau_low:.2f}-{tau_high:.2f} | >nodes: {nodes} | "
+    ">speedup: {speedup:.2f}"
 )
 
 
@@ -189,7 +189,7 @@ def _print_verification(verification: Verification, lm: LM) -> None:
     print_table(records, _VERIFIED)
 
 
-TREES = "chain:3 chain:5 static dynamic:24,6,4 dynamic:59,8,10 auto"
+TREES = "chain:3 chain:5 static dynamic:24,6,4 dynamic:59,8,10"
 
 
 @with_options
@@ -228,8 +228,13 @@ def predict(
         raise ConfigError(
             "--collect needs held-out prompts of the kind that the head is for: give some 40 with --prompts"
         )
-    names = tree or [name for name in TREES.split() if not (name == "auto" and tau_only)]
-    budgets = {name: Drafting(tree=name).budget() for name in names}
+    budgets = {}
+    for name in tree or TREES.split():
+        if (budget := Drafting(tree=name).budget()) is None:
+            raise ConfigError(
+                "auto changes its trees from step to step: name others, or measure with draftwing compare"
+            )
+        budgets[name] = budget
     folder = head_folder(model.target, draft)
     costs = machine = None
     if tau_only:
@@ -249,7 +254,7 @@ def predict(
     texts = ", ".join(f"{count} texts at T={name}" for name, count in statistics["texts"].items())
     print_line(
         f"from held-out statistics: {texts}, target {statistics['target']}, drafts by "
-        f"{statistics['runs_as'] or 'PyTorch'}; auto is an approximation"
+        f"{statistics['runs_as'] or 'PyTorch'}"
     )
     if machine is not None:
         print_line(f"speedup over baseline decoding at batch 1; machine: {format_pairs(machine)}")

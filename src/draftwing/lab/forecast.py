@@ -8,8 +8,8 @@ that hard positions come in runs.
 
 The file in the head's folder has some tens of kilobytes, and reading it needs no model.
 
-Shape suffixes: T texts, P positions of all texts in order, E nodes on the texts' own paths, L levels, K thresholds,
-N nodes of a reference tree.
+Shape suffixes: T texts, P positions of all texts in order, E nodes on the texts' own paths, L levels, N nodes of a
+reference tree.
 """
 
 from __future__ import annotations
@@ -44,20 +44,9 @@ from draftwing.tree import PAD, Accepted, DraftTree
 FILE = "held_out.npz"  # in a head's folder
 DEPTH, WIDTH = 10, 10  # the reference tree
 REFERENCE = Budget(DEPTH, WIDTH, nodes=WIDTH + (DEPTH - 1) * WIDTH * WIDTH)  # keeps every node that it scores
-# Probabilities of a path above which nodes are counted: the automatic budget's trees are made of such nodes.
-THRESHOLDS = (0.6, 0.4, 0.25, 0.16, 0.1, 0.06, 0.04, 0.025)
-AUTO_CHILDREN = 4  # children of a node in trees of the automatic budget (``budget.planner``)
-PER_OCTAVE = 8  # resolution of a probability as one byte
 TOKENS, MAX_BATCH = 128, 16  # tokens per collected text, and texts that are decoded at once
-_FORMAT = {"format": 1, "depth": DEPTH, "width": WIDTH, "thresholds": list(THRESHOLDS)}
+_FORMAT = {"format": 1, "depth": DEPTH, "width": WIDTH}
 _MAX_FILE_BYTES = 64 * 2**20  # far more than any collection writes
-
-
-def quantised(probs: np.ndarray) -> np.ndarray:
-    """Store probabilities as bytes: 0 is certain, and ``PER_OCTAVE`` more is half as likely."""
-    with np.errstate(divide="ignore"):
-        values: np.ndarray = np.clip(np.round(-PER_OCTAVE * np.log2(probs)), 0, 255).astype(np.uint8)
-    return values
 
 
 # --- statistics ------------------------------------------------------------------------------------------------------
@@ -71,16 +60,12 @@ class ForecastTexts:
     stopped: np.ndarray  # (T,) bool: the text ended by itself, so that no step emits more
     found: np.ndarray  # (P,) uint8: how many of a position's next tokens the reference tree has as one path
     ranks: np.ndarray  # (E,) uint8: which child of its parent each node of these paths is
-    chances: np.ndarray  # (E,) uint8: the draft probability of the path to it, ``quantised``
     likelier: np.ndarray  # (E, L) uint8: nodes of each level that are likelier, or as likely and first in the tree
-    sizes: np.ndarray  # (P, K) uint8: nodes whose path is more probable than each of ``THRESHOLDS``
-    levels: np.ndarray  # (P, K) uint8: the deepest level of those
 
     def __post_init__(self) -> None:
         texts, positions, nodes = len(self.lengths), len(self.found), len(self.ranks)
         shapes: dict[str, tuple[int, ...]] = {"lengths": (texts,), "stopped": (texts,), "found": (positions,)}
-        shapes |= {"ranks": (nodes,), "chances": (nodes,), "likelier": (nodes, DEPTH)}
-        shapes |= dict.fromkeys(("sizes", "levels"), (positions, len(THRESHOLDS)))
+        shapes |= {"ranks": (nodes,), "likelier": (nodes, DEPTH)}
         for name, shape in shapes.items():
             value = getattr(self, name)
             dtype = np.dtype({"lengths": np.int32, "stopped": np.bool_}.get(name, np.uint8))
@@ -211,23 +196,17 @@ class HeldOut:
 #
 # A step with a chain or static tree accepts a text's next tokens while the ranks of their path are in the tree. With a
 # dynamic tree, each node must be among the ``width`` best nodes of its level (else it has no children) and the
-# ``nodes`` best nodes of the tree. With ``auto``, the probability of the path must be above a threshold, which
-# approximates trees that grow while a node is worth its cost. The others are exact on the collected texts, except for
-# nodes of static trees that the reference tree lacks, and for dynamic trees narrower than it, whose tau is slightly too
-# small.
+# ``nodes`` best nodes of the tree. Both are exact on the collected texts, except for nodes of static trees that the
+# reference tree lacks, and for dynamic trees narrower than it, whose tau is slightly too small.
 
 
 @dataclass(frozen=True)
 class Walk:
-    """The steps that decoding would take: (T,) tokens emitted and target forwards (``steps``) of each text.
+    """The steps that decoding would take."""
 
-    ``nodes`` verified besides the root and ``levels`` drafted are means over all steps.
-    """
-
-    tokens: np.ndarray
-    steps: np.ndarray
-    nodes: float
-    levels: float
+    tokens: np.ndarray  # (T,) tokens emitted for each text
+    steps: np.ndarray  # (T,) target forwards
+    nodes: int  # verified in each step besides the root
 
     @property
     def tau(self) -> float:
@@ -251,16 +230,7 @@ def walk(texts: ForecastTexts, budget: Budget) -> Walk:
         )
     num_scored = budget.width + max(budget.depth - 1, 0) * budget.width**2
     nodes = len(budget.shape()) if budget.nodes is None else min(budget.nodes, num_scored)
-    return Walk(*_steps(texts, accepted(texts, budget))[1:], float(nodes), float(budget.depth))
-
-
-def walk_above(texts: ForecastTexts, index: int) -> Walk:
-    """Walk with trees of all nodes whose path is more probable than ``THRESHOLDS[index]``."""
-    above = texts.chances < quantised(np.array([THRESHOLDS[index]]))[0]
-    visited, tokens, steps = _steps(texts, texts.prefixes(above & texts.is_scored(AUTO_CHILDREN)))
-    # One level more is drafted, to find that none of its nodes is above the threshold.
-    levels = np.minimum(texts.levels[visited, index].astype(np.float64) + 1, DEPTH)
-    return Walk(tokens, steps, float(texts.sizes[visited, index].mean()), float(levels.mean()))
+    return Walk(*_steps(texts, accepted(texts, budget)), nodes)
 
 
 def accepted(texts: ForecastTexts, budget: Budget) -> np.ndarray:
@@ -280,19 +250,18 @@ def accepted(texts: ForecastTexts, budget: Budget) -> np.ndarray:
     return np.array(counts, dtype=np.int64)
 
 
-def _steps(texts: ForecastTexts, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the positions at which steps start, and (T,) tokens and steps of each text."""
-    visited: list[int] = []
+def _steps(texts: ForecastTexts, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (T,) tokens and steps of each text."""
     tokens, steps, start, num_accepted = [], [], 0, counts.tolist()
     for length, stopped in zip(texts.lengths.tolist(), texts.stopped.tolist(), strict=True):
-        position, before = 0, len(visited)
+        position = num_steps = 0
         while position < length:
-            visited.append(start + position)
             position += num_accepted[start + position] + 1
+            num_steps += 1
         tokens.append(length if stopped else position)  # a text that did not stop continues beyond its last position
-        steps.append(len(visited) - before)
+        steps.append(num_steps)
         start += length
-    return np.array(visited), np.array(tokens), np.array(steps)
+    return np.array(tokens), np.array(steps)
 
 
 # --- collection ------------------------------------------------------------------------------------------------------
@@ -351,16 +320,13 @@ def statistics(texts: Iterable[WrittenText]) -> ForecastTexts:
         columns["stopped"].append(stopped)
         for position, tree in enumerate(trees):
             _add_position(columns, tree, tokens[position : position + DEPTH])
-    shapes = {"likelier": (DEPTH,), "sizes": (len(THRESHOLDS),), "levels": (len(THRESHOLDS),)}
-    counts = {
-        name: np.minimum(np.array(columns[name], dtype=np.int64).reshape(-1, *shapes.get(name, ())), 255)
-        for name in ("found", "ranks", "likelier", "sizes", "levels")
-    }
+    counts = {name: np.minimum(np.array(columns[name], dtype=np.int64), 255) for name in ("found", "ranks", "likelier")}
     return ForecastTexts(
         lengths=np.array(columns["lengths"], dtype=np.int32),
         stopped=np.array(columns["stopped"], dtype=np.bool_),
-        chances=quantised(np.array(columns["chances"], dtype=np.float64)),
-        **{name: values.astype(np.uint8) for name, values in counts.items()},
+        found=counts["found"].astype(np.uint8),
+        ranks=counts["ranks"].astype(np.uint8),
+        likelier=counts["likelier"].reshape(-1, DEPTH).astype(np.uint8),
     )
 
 
@@ -379,12 +345,8 @@ def _add_position(columns: dict[str, list[Any]], tree: ReferenceTree, next_token
         chance = tree.chances[node]
         likelier = used & ((tree.chances > chance) | ((tree.chances == chance) & (index < node)))
         columns["ranks"].append(int(ranks[0]))
-        columns["chances"].append(float(chance))
         columns["likelier"].append(np.bincount(depths[likelier], minlength=DEPTH + 1)[1:])
     columns["found"].append(length)
-    above = used[:, None] & (tree.chances[:, None] > np.array(THRESHOLDS))
-    columns["sizes"].append(above.sum(0))
-    columns["levels"].append((above * depths[:, None]).max(0))
 
 
 def collect(
@@ -456,49 +418,30 @@ def fitting(prompts: Sequence[Sequence[int]], target: Target, num_tokens: int = 
 class Forecast:
     """The forecast for one tree at one temperature."""
 
-    tree: str  # as the user named it; ``auto`` is the automatic budget, which is only approximated
+    tree: str  # as the user named it
     temperature: float
     tau: float
     # tau_low, tau_high: 95% interval over texts
     tau_low: float
     tau_high: float
-    # nodes, levels: means over steps
-    nodes: float
-    levels: float
+    nodes: int  # verified in each step besides the root
     speedup: float | None  # over the baseline at batch 1, if the machine's costs are known
 
 
 def forecast(
-    held_out: HeldOut, trees: Mapping[str, Budget | None], temperatures: Sequence[float], costs: Costs | None = None
+    held_out: HeldOut, trees: Mapping[str, Budget], temperatures: Sequence[float], costs: Costs | None = None
 ) -> list[Forecast]:
-    """Forecast every tree (by name; None is the automatic budget) at every temperature."""
+    """Forecast every tree, by name, at every temperature."""
     forecasts = []
     for temperature in temperatures:
         texts = held_out.at(temperature)
         for name, budget in trees.items():
-            speedup = None
-            if budget is not None:
-                steps = walk(texts, budget)
-                if costs is not None:
-                    speedup = _speedup(steps, _effort(budget, costs), costs, held_out.context)
-            elif costs is None:
-                raise ConfigError("what the automatic budget drafts follows from a machine's costs: name trees instead")
-            else:
-                walks = [walk_above(texts, index) for index in range(len(THRESHOLDS))]
-                speedups = [_speedup(one, one.levels, costs, held_out.context) for one in walks]
-                speedup = max(speedups)
-                steps = walks[speedups.index(speedup)]
-            low, high = steps.interval()
-            forecasts.append(Forecast(name, temperature, steps.tau, low, high, steps.nodes, steps.levels, speedup))
+            steps, speedup = walk(texts, budget), None
+            if costs is not None:  # tokens of a step over its time in steps of the baseline
+                verify, baseline = (costs.verify_seconds(count, 1, held_out.context) for count in (steps.nodes + 1, 1))
+                speedup = steps.tau * baseline / (verify + costs.draft_seconds(_effort(budget, costs)))
+            forecasts.append(Forecast(name, temperature, steps.tau, *steps.interval(), steps.nodes, speedup))
     return forecasts
-
-
-def _speedup(steps: Walk, effort: float, costs: Costs, context: float) -> float:
-    """Return the tokens of a step over its time in steps of the baseline, interpolated between whole nodes."""
-    low = int(steps.nodes)
-    verify = [costs.verify_seconds(low + 1 + more, 1, context) for more in (0, 1)]
-    seconds = verify[0] + (steps.nodes - low) * (verify[1] - verify[0]) + costs.draft_seconds(effort)
-    return steps.tau * costs.verify_seconds(1, 1, context) / seconds
 
 
 def _effort(budget: Budget, costs: Costs) -> float:

@@ -138,7 +138,6 @@ def read_tasks(
     sources: Sequence[str | Path],
     *,
     prompt_tokens: int = 64,
-    per_document: int = 1,
     tokenizer: Tokenizer | None = None,
     exclude: Path | None = None,
     output: Path | None = None,
@@ -149,37 +148,22 @@ def read_tasks(
     Args:
         sources, exclude, output: see ``find_files``.
         prompt_tokens: of a document's beginning, which is cut back to a line end and at most half of the document.
-        per_document: cut documents at line ends into this number of parts at most, each with its own prompt.
         tokenizer: to count tokens; None counts one for four characters.
     """
-    if prompt_tokens < 1 or per_document < 1:
-        raise ConfigError(
-            f"prompt_tokens and per_document must be at least 1, found {prompt_tokens} and {per_document}"
-        )
+    if prompt_tokens < 1:
+        raise ConfigError(f"prompt_tokens must be at least 1, found {prompt_tokens}")
     bare = bare_tokenizer(tokenizer) if tokenizer is not None else None
     tasks: dict[str, Task] = {}
     for record in itertools.chain.from_iterable(map(read_records, find_files(sources, exclude, output=output))):
-        for part in _parts(record, per_document, prompt_tokens):
-            task = _make_task(part, prompt_tokens, bare)
-            if task is not None:
-                tasks.setdefault(task.id, task)
+        task = _make_task(record, prompt_tokens, bare)
+        if task is not None:
+            tasks.setdefault(task.id, task)
         if limit is not None and len(tasks) >= limit:
             break
     if not tasks:
         names = ", ".join(map(public_name, sources))
         raise DataError(f"{names}: there is nothing to answer: give user turns, or documents")
     return list(tasks.values())[:limit]
-
-
-def _parts(record: DataRecord, count: int, prompt_tokens: int) -> list[DataRecord]:
-    """Cut a document into up to ``count`` parts of similar length; a dialogue is one part."""
-    text = record.text or ""
-    count = min(count, len(text) // (2 * CHARACTERS_PER_TOKEN * prompt_tokens))
-    if count < 2:
-        return [record]
-    starts = {0, len(text), *(text.find("\n", len(text) * part // count) + 1 for part in range(1, count))}
-    parts = [text[start:end] for start, end in itertools.pairwise(sorted(starts))]
-    return [replace(record, text=part.strip("\n")) for part in parts if part.strip()]
 
 
 def _make_task(record: DataRecord, prompt_tokens: int, bare: FastTokenizer | None) -> Task | None:
