@@ -115,7 +115,7 @@ def regenerate(
     samplings = answers.to_samplings()
     answerer: LMAnswerer | ServerAnswerer
     tokenizer = cache = None
-    read = partial(read_tasks, data.sources, limit=limit, exclude=data.exclude, output=out)
+    read = partial(read_tasks, data.sources, limit=limit, output=out)
     if answers.write_batch is not None or answers.read_batch:
         if features is not None or answers.server:
             raise ConfigError(
@@ -277,9 +277,7 @@ def cache(
     tokenizer = Tokenizer(folder)
     download_sources(data.sources, progress)
     with progress("reading the data") as on_data:
-        corpus = read_examples(
-            data.sources, tokenizer, max_length=max_length, exclude=data.exclude, on_progress=on_data
-        )
+        corpus = read_examples(data.sources, tokenizer, max_length=max_length, on_progress=on_data)
     batches = Batches(corpus, tokens_per_batch, max_length, seed)
     name = target or default_model()
     with progress("loading the target"):
@@ -343,9 +341,7 @@ def import_states(
     dialogues = None
     if data.sources:
         with progress("reading the data") as on_data:
-            corpus = read_examples(
-                data.sources, tokenizer, max_length=model.max_length, exclude=data.exclude, on_progress=on_data
-            )
+            corpus = read_examples(data.sources, tokenizer, max_length=model.max_length, on_progress=on_data)
         dialogues = corpus.examples
     with _continued("reading the states, files", "files") as on_progress:
         done = run(
@@ -377,7 +373,6 @@ def build(
     files: list[str] = argument(..., "Text files, JSONL files as for `train --data`, or folders of them."),
     out: Path = option(..., "Folder to write; it must be new.", "-o"),
     target: str | None = TARGET,
-    exclude: Path | None = option(None, "File of names (globs, or prefix/) to leave out of folders."),
     as_json: bool = JSON,
 ) -> None:
     """Make a datastore of texts like those that the target will write; `--draft FOLDER` then drafts from it.
@@ -401,7 +396,7 @@ def build(
     download_sources(files, progress)
     tokenizer = Tokenizer(resolve(target))
     with progress("reading the texts, bytes") as on_progress:
-        texts = read_texts(files, tokenizer, exclude=exclude, on_progress=on_progress)
+        texts = read_texts(files, tokenizer, on_progress)
     with progress(f"sorting {len(texts.tokens):,} tokens"):
         store = build_datastore(out, texts, tokenizer, target or default_model())
     if as_json:

@@ -127,7 +127,7 @@ def train(
     from draftwing.train.session import RunFiles, prepare
 
     options = TrainOptions(method, save_every=50, **{**asdict(training), "taps": parse_taps(training.taps)})
-    files = RunFiles(run.target, data.sources, data.exclude, run.cache, run.init_from, run.licence)
+    files = RunFiles(run.target, data.sources, run.cache, run.init_from, run.licence)
     title = ""
 
     def phase(name: str) -> AbstractContextManager[Callable[[int, int], None]]:

@@ -20,13 +20,10 @@ from draftwing.models.config import read_config
 from draftwing.models.lean import LeanTarget
 from draftwing.models.target import Target
 from draftwing.sampling import Sampling
-from draftwing.text.grammar import GrammarLike
 
 
-def record(
-    done: Generation, plain: LM | None, sampling: Sampling, grammar: GrammarLike | None = None
-) -> dict[str, Any]:
-    """Return the values that ``--json`` prints; ``plain``, the baseline, then decodes the prompt for comparison."""
+def record(done: Generation) -> dict[str, Any]:
+    """Return the values that ``generate --json`` prints."""
     stats = done.stats
     values: dict[str, Any] = {
         "text": done.text,
@@ -39,15 +36,6 @@ def record(
     }
     if done.logprobs is not None:
         values["logprobs"] = [asdict(logprob) for logprob in done.logprobs]
-    if plain is not None:
-        (base,) = plain.generate([done.prompt_ids], sampling, seed=done.seed, grammar=grammar)
-        speedup = stats.tokens_per_s / base.stats.tokens_per_s
-        values["plain"] = {
-            "tokens_per_s": base.stats.tokens_per_s,
-            "speedup": speedup,
-            "efficiency": speedup / done.tau,
-            "identical": base.token_ids == done.token_ids,
-        }
     return values
 
 

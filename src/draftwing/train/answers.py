@@ -139,14 +139,13 @@ def read_tasks(
     *,
     prompt_tokens: int = 64,
     tokenizer: Tokenizer | None = None,
-    exclude: Path | None = None,
     output: Path | None = None,
     limit: int | None = None,
 ) -> list[Task]:
     """Return every dialogue's prompts and every document's beginning, without duplicates, at most ``limit``.
 
     Args:
-        sources, exclude, output: see ``find_files``.
+        sources, output: see ``find_files``.
         prompt_tokens: of a document's beginning, which is cut back to a line end and at most half of the document.
         tokenizer: to count tokens; None counts one for four characters.
     """
@@ -154,7 +153,7 @@ def read_tasks(
         raise ConfigError(f"prompt_tokens must be at least 1, found {prompt_tokens}")
     bare = bare_tokenizer(tokenizer) if tokenizer is not None else None
     tasks: dict[str, Task] = {}
-    for record in itertools.chain.from_iterable(map(read_records, find_files(sources, exclude, output=output))):
+    for record in itertools.chain.from_iterable(map(read_records, find_files(sources, output=output))):
         task = _make_task(record, prompt_tokens, bare)
         if task is not None:
             tasks.setdefault(task.id, task)

@@ -86,7 +86,7 @@ class CacheInfo:
     states: tuple[int, ...]
     dtype: str  # ``bfloat16`` or ``float32``
     max_length: int | None  # rows were cut there; None if they are whole
-    seed: int  # of the ``Batches``
+    seed: int  # seed of the ``Batches``
 
     @classmethod
     def new(

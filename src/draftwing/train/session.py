@@ -113,7 +113,6 @@ class Session:
 class RunFiles:
     target: str | Path | None  # folder, name or hub id; None for the shipped one
     data: Sequence[str | Path]  # files, folders and URLs, see ``read_examples``
-    exclude: Path | None = None  # a file of names to leave out of folders
     cache: str | Path | None = None  # train on its rows, and read the target's features from it, instead of ``data``
     initial: Path | None = None  # a head to start from, in any layout; the run has its shape and draft vocabulary
     licence: str | None = None  # SPDX identifier for the head's card; None if unknown
@@ -249,11 +248,9 @@ def _read_data(
     Of data that is streamed, which is any with a ``DataSet``, the first two are parts of the first block.
     """
     if files.cache is None:
-        sources = find_files(files.data, files.exclude)
+        sources = find_files(files.data)
         if not any(isinstance(source, DataSet) for source in sources):
-            corpus = read_examples(
-                files.data, tokenizer, max_length=options.max_length, exclude=files.exclude, on_progress=on_data
-            )
+            corpus = read_examples(files.data, tokenizer, max_length=options.max_length, on_progress=on_data)
             return *split(corpus, options.validation_share, options.seed), None, None, None
         stream = StreamedBatches(
             sources,
