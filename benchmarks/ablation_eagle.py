@@ -45,11 +45,11 @@ HEADS: dict[str, tuple[dict[str, Any], float]] = {
     "HASS": ({"method": "hass", "later_share": 0.34}, 1),
     "EAGLE-3": ({"method": "eagle3", **THIRD}, 1),
     "EAGLE-3.1": ({"method": "eagle3", "fc_norm": True, "norm_output": True, **THIRD}, 1),
-    "EAGLE-3, 0.25x data": ({"method": "eagle3", "data_share": 0.125, **THIRD}, 0.25),
-    "EAGLE-3, 0.5x data": ({"method": "eagle3", "data_share": 0.25, **THIRD}, 0.5),
-    "EAGLE-3, 2x data": ({"method": "eagle3", "data_share": 0.999, **THIRD}, 2),
+    "EAGLE-3, 0.25x data": ({"method": "eagle3", "validation_share": 0.875, **THIRD}, 0.25),
+    "EAGLE-3, 0.5x data": ({"method": "eagle3", "validation_share": 0.75, **THIRD}, 0.5),
+    "EAGLE-3, 2x data": ({"method": "eagle3", "validation_share": 0.001, **THIRD}, 2),
 }
-BASE_SHARE = 0.5  # share of the data that is 1x, so that there is a 2x
+HELD_OUT_SHARE = 0.5  # half of the data is 1x, so that there is a 2x
 TREES = {
     "chain": dw.Budget(5),
     "static": dw.Budget(paths=EAGLE_TREE),
@@ -57,14 +57,12 @@ TREES = {
 }
 
 
-def train(
-    name: str, sources: Sequence[str], target: str | None, exclude: Path | None, minutes: float, runs: Path
-) -> Path:
+def train(name: str, sources: Sequence[str], target: str | None, minutes: float, runs: Path) -> Path:
     options, share = HEADS[name]
     out = runs / "".join(c if c.isalnum() else "-" for c in name.lower())
     if not (out / "done").exists():
-        settings = {"data_share": BASE_SHARE, **COMMON, **options, "minutes": minutes * share}
-        done = prepare(RunFiles(target, sources, exclude), TrainOptions(**settings), out).run()
+        settings = {"validation_share": HELD_OUT_SHARE, **COMMON, **options, "minutes": minutes * share}
+        done = prepare(RunFiles(target, sources), TrainOptions(**settings), out).run()
         (out / "done").write_text(str(done.iteration))
     return out
 
@@ -100,7 +98,6 @@ def main(
     data: Annotated[list[str], typer.Option("--data", help="See `draftwing train --help`; repeatable.")],
     minutes: Annotated[float, typer.Option(help="Training time of each head.")] = 10,
     target: Annotated[str | None, typer.Option(help="Folder or hub id.")] = None,
-    exclude: Annotated[Path | None, typer.Option(help="As for `draftwing train`.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="Held-out prompts. [default: the shipped ones]")] = None,
     num_prompts: int = 12,
     tokens: int = 96,
@@ -114,14 +111,14 @@ def main(
     console = Console()
     if part is not None:
         for name in list(HEADS)[part::2]:
-            train(name, data, target, exclude, minutes, runs)
+            train(name, data, target, minutes, runs)
         return
     plain = dw.load(target, "none")
     todo = read_prompts(prompts, num_prompts) if prompts else shipped_prompts(num_prompts)
     results: dict[str, Any] = {}
     for name in HEADS:
         console.print(f"{name} ...")
-        out = train(name, data, target, exclude, minutes, runs)
+        out = train(name, data, target, minutes, runs)
         found = measure(plain, load_drafter(out / "head", plain.target, plain.tokenizer), todo, tokens)
         results[name] = {"iterations": int((out / "done").read_text()), "trees": found}
         console.print({tree: each["tau"] for tree, each in found.items()})

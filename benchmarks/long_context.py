@@ -34,7 +34,6 @@ import draftwing as dw
 from draftwing.budget.costs import Costs
 from draftwing.budget.measure import measure
 from draftwing.decode import loop_of
-from draftwing.lab.forecast import expected_tokens, inflection_length
 from draftwing.lab.machine import describe_machine
 from draftwing.loading import load_drafter, load_target
 from draftwing.models.resolve import resolve
@@ -184,15 +183,37 @@ def run(
     return found
 
 
+def inflection_length(costs: Costs, tau: float, gamma: int, rows: int, view: int | None = None) -> float:
+    """Return the context length from which chains of ``gamma`` gain (MagicDec 2408.11049, section 3).
+
+    With longer contexts, reading the KV cache once for all nodes dominates, and T_V / T_T falls towards 1.
+
+    Args:
+        tau: expected tokens of a step.
+        view: slots that a self-drafting target attends to: a draft step then costs a baseline step of that length.
+            None: as measured.
+
+    Returns:
+        0 if they gain from the start, infinity if they never do.
+    """
+    draft = costs.draft_seconds(gamma, 1, rows) if view is None else gamma * costs.verify_seconds(1, rows, view)
+    loss = draft + costs.verify_seconds(gamma + 1, rows, 0) - tau * costs.verify_seconds(1, rows, 0)  # per step
+    if loss <= 0 and view is None:
+        return 0.0
+    gain = (tau * costs.token_seconds(1) - costs.token_seconds(gamma + 1)) * rows  # per token of context
+    length = loss / gain if gain > 0 else math.inf
+    return length if view is None else max(length, float(view))
+
+
 def inflections(found: dict[Point, Found], costs: dict[int, Costs], gamma: int) -> list[dict[str, Any]]:
     """Measured and predicted, for each view and number of rows."""
     lines = []
     for view, rows in dict.fromkeys((view, rows) for view, rows, _ in found):
         own = {context: each for (v, r, context), each in found.items() if (v, r) == (view, rows)}
         alpha = sum(each.taken for each in own.values()) / max(sum(each.tries for each in own.values()), 1)
-        tau = expected_tokens(alpha, gamma)
+        tau = sum(alpha**depth for depth in range(gamma + 1))
         alike = [tau * statistics.median(each.plain) - statistics.median(each.drafted) for each in own.values()]
-        by_costs, by_plain = (inflection_length(costs[view], alpha, gamma, rows, view=seen) for seen in (None, view))
+        by_costs, by_plain = (inflection_length(costs[view], tau, gamma, rows, seen) for seen in (None, view))
         lines.append(
             {
                 "view": view,

@@ -35,9 +35,7 @@ import typer.testing
 from draftwing.budget import measure
 from draftwing.cpu.library import get_kernel
 from draftwing.errors import DraftwingError
-from draftwing.methods.base import Drafter
 from draftwing.shipped import SHIPPED
-from draftwing.tree import DraftTree
 
 gc.disable()  # until all tests are collected: imported modules stay, and garbage collections would traverse them all
 IS_SHARED = "DRAFTWING_TEST_CACHE" in os.environ  # it belongs to whoever started this process
@@ -430,33 +428,6 @@ def add_tokenizer(folder: Path, vocab_size: int = 300, texts: list[str] = TEXTS,
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", **settings})
     )
     return folder
-
-
-class Knows(Drafter):
-    """Drafts known texts as chains, with a wrong sibling of each node, and all wrong at multiples of ``wrong_at``.
-
-    Its chains have ``depth`` nodes, or as many as the budget says.
-    """
-
-    name, costs_forwards = "knows", False
-
-    def __init__(self, texts: list[list[int]], wrong_at: int, depth: int | None = None) -> None:
-        self.texts, self.wrong_at, self.depth = texts, wrong_at, depth
-
-    def propose(self, ctx: Any, sampling: Any, budget: Any) -> DraftTree:
-        tokens, parents, size = [], [], SMALL["vocab_size"]
-        for row in ctx.rows:
-            text = next((text for text in self.texts if text[: len(row.tokens)] == row.tokens), row.tokens)
-            nodes, above, last = [row.tokens[-1]], [-1], 0
-            stop = len(row.tokens) + (budget.depth if self.depth is None else self.depth)
-            for i in range(len(row.tokens), min(len(text), stop)):
-                right, wrong = (text[i] + (i % self.wrong_at == 0)) % size, (text[i] + 9) % size
-                pair = [wrong, right] if i % 2 else [right, wrong]
-                nodes, above = [*nodes, *pair], [*above, last, last]
-                last = len(nodes) - 2 + pair.index(right)
-            tokens.append(nodes)
-            parents.append(above)
-        return DraftTree.from_lists(tokens, parents, ctx.device)
 
 
 class Recorder:

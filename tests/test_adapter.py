@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from conftest import FAMILIES, SMALL, Knows, add_tokenizer, refused
+from conftest import FAMILIES, SMALL, add_tokenizer, refused
 from draftwing.decode import Decoder
 from draftwing.errors import CheckpointError, DraftwingWarning, TokenizerError, UnsupportedError
 from draftwing.loading import load_target
@@ -22,6 +22,7 @@ from draftwing.models.lean import LeanTarget
 from draftwing.sampling import Sampling
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.tree import Accepted, DraftTree
+from known_texts import Knows
 
 VOCAB = SMALL["vocab_size"]
 # The windows are shorter than the prompts, and not all layers have one.

@@ -12,10 +12,9 @@ from typer.testing import CliRunner
 import draftwing as dw
 from conftest import CHAT_TEMPLATE, add_tokenizer, refused
 from draftwing.cli.main import app
-from draftwing.errors import CheckpointError, ConfigError, PromptError, UnsupportedError
+from draftwing.errors import CheckpointError, ConfigError, PromptError
 from draftwing.lab import bench, bench_results
 from draftwing.lab.bench import FILE, Journal, open_journal, read_journal
-from draftwing.lab.bench_page import render
 from draftwing.lab.bench_results import (
     Estimate,
     ResultSample,
@@ -296,10 +295,7 @@ def test_a_different_answer_is_counted_and_shown(plain, questions, tmp_path):
     wholes = [row for row in values["rows"] if row["category"] is None and row["turn"] is None]
     assert values["all_identical"] is False
     assert [row["identical"] for row in wholes] == [0.75, 1.0, 0.75, 1.0]
-    page = render([group])
-    assert "Answers that differ from the baseline's (2)" in page
-    assert "&lt;wrong&gt;" in page
-    assert "<wrong>" not in page
+    assert all(each["text"].endswith("<wrong>") for each in values["differences"])
 
 
 def test_an_interrupted_run_resumes_to_the_same_records(plain, questions, tmp_path, monkeypatch):
@@ -346,7 +342,6 @@ def test_a_prompt_that_exceeds_the_context_is_skipped(plain, tmp_path):
         ("long", 1, 256),
         ("long", 2, 256),
     ]
-    assert "question long, turn 1" in render([group])
     before = records(tmp_path / "out")
     measure(tmp_path / "out", plan(plain, file))
     assert records(tmp_path / "out") == before
@@ -434,9 +429,6 @@ def test_samplings(chat, tmp_path):
     ):
         with refused(kind, *parts):
             bench.parse_sampling(text, folder)
-    (tmp_path / "generation_config.json").write_text('{"temperature": 0.5, "do_sample": true, "typical_p": 0.9}')
-    with refused(UnsupportedError, "typical_p 0.9"):
-        bench.parse_sampling("model", tmp_path)
 
 
 def test_other_weights_are_another_target(chat, tmp_path):
@@ -478,9 +470,8 @@ def run(*args):
     return CliRunner().invoke(app, ["bench", *map(str, args)])
 
 
-def test_the_command_from_end_to_end(questions, tmp_path, monkeypatch):
+def test_the_command_from_end_to_end(questions, tmp_path):
     """On the shipped pair, whose EAGLE-3 head reads features."""
-    monkeypatch.setattr("draftwing.lab.bench_page.MIN_REACHED", 1)
     other = write(tmp_path / "code.jsonl", [{"prompt": "def quicksort(items):\n"}])
     out = tmp_path / "out"
     args = ["-d", "eagle3", "-d", "lookup", "--tree", "chain:3", "-n", 6, "--num-prompts", 1, "-o", out]
@@ -502,13 +493,10 @@ def test_the_command_from_end_to_end(questions, tmp_path, monkeypatch):
     assert row["speedup"]["low"] is None  # one question
     assert all(row["n_alpha"] is None for row in rows.values() if row["draft"] == "lookup")
     assert json.loads((out / "results.json").read_text())["groups"] == found["groups"]
-    page = (out / "index.html").read_text()
-    assert page.count("<svg") == 5  # speedup, tau, share of tau at T=1, alpha of both sets
-    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")  # needs no network
     report = run("--report", out, "--out", tmp_path / "again")
     assert report.exit_code == 0, report.output
     assert "toy, float32, 6 tokens, batch 1" in report.stdout
-    assert (tmp_path / "again" / "index.html").exists()
+    assert (tmp_path / "again" / "results.json").exists()
     other_settings = run("--set", questions, *args, "-n", 7)
     assert other_settings.exit_code == 2
     assert "holds results with tokens 6, and this run has 7" in other_settings.stderr
@@ -529,7 +517,7 @@ def test_ctrl_c_keeps_and_shows_finished_answers(chat, questions, tmp_path, monk
     assert result.exit_code == 130
     assert "the same command continues" in result.stderr
     assert "2 of 2" in result.stdout
-    assert (tmp_path / "index.html").exists()
+    assert (tmp_path / "results.json").exists()
     result = run(*args)
     assert result.exit_code == 0, result.output
     assert "4 of 4" in result.stdout

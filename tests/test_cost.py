@@ -1,31 +1,16 @@
-"""The papers' formulas equal sums over every outcome, and measured curves their definitions."""
+"""Measured curves equal their definitions, and learned costs follow the machine."""
 
 from __future__ import annotations
 
 import math
 import random
-from fractions import Fraction
-from itertools import pairwise, product
+from itertools import pairwise
 
 import pytest
 
-from conftest import refused
 from draftwing.budget.config import CONFIG
 from draftwing.budget.costs import TYPICAL, Costs, Curve, LearnedCosts
-from draftwing.errors import ConfigError
-from draftwing.lab.forecast import (
-    best_gamma,
-    draft_ratio,
-    expected_tokens,
-    inflection_length,
-    measured_speedup,
-    memory_factor,
-    operations_factor,
-    predicted_speedup,
-)
 
-ALPHAS = (0.0, 0.1, 0.35, 0.5, 0.8, 0.97, 1.0)
-GAMMAS = (0, 1, 2, 3, 5, 7)
 COSTS = Costs(
     verify=Curve(((1, 4.0), (4, 4.4), (16, 8.0))),
     chain=Curve(((1, 0.3), (4, 0.9))),
@@ -36,86 +21,6 @@ COSTS = Costs(
     draft_per_row=0.1,
     context=64,
 )
-
-
-# --- formulas --------------------------------------------------------------------------------------------------------
-
-
-def outcomes(alpha: float, gamma: int):
-    """Yield the probability of every sequence of decisions over a chain, and its tokens, including the bonus."""
-    for taken in product((True, False), repeat=gamma):
-        chance = math.prod(alpha if each else 1 - alpha for each in taken)
-        yield chance, 1 + (taken.index(False) if False in taken else gamma)
-
-
-@pytest.mark.parametrize("gamma", GAMMAS)
-@pytest.mark.parametrize("alpha", ALPHAS)
-def test_tokens_of_a_chain_are_the_mean_over_all_decisions(alpha, gamma):
-    tokens = sum(chance * emitted for chance, emitted in outcomes(alpha, gamma))
-    assert expected_tokens(alpha, gamma) == pytest.approx(tokens)
-    assert memory_factor(alpha, gamma) == pytest.approx(1 / tokens)
-    for c in (0.0, 0.04, 0.3, 1.5):
-        # One draft step takes c, one target forward 1, whatever is accepted.
-        assert predicted_speedup(alpha, gamma, c) == pytest.approx(tokens / (gamma * c + 1))
-        # A forward over gamma + 1 tokens is gamma + 1 tokens' arithmetic, each draft step c of one.
-        assert operations_factor(alpha, gamma, c) == pytest.approx((gamma + 1 + gamma * c) / tokens)
-    assert operations_factor(alpha, 0, 0.3) == memory_factor(alpha, 0) == predicted_speedup(alpha, 0, 0.3) == 1
-
-
-def test_figures_of_the_paper():
-    """2211.17192, table 1: operations and speed for alpha and gamma with c = c_operations = 0."""
-    for alpha, gamma, operations, speed in ((0.6, 2, 1.53, 1.96), (0.7, 3, 1.58, 2.53), (0.8, 5, 1.63, 3.69)):
-        assert operations_factor(alpha, gamma, 0) == pytest.approx(operations, abs=0.006)
-        assert predicted_speedup(alpha, gamma, 0) == pytest.approx(speed, abs=0.006)
-    assert operations_factor(0.9, 10, 0) == pytest.approx(1.60, abs=0.006)
-    assert predicted_speedup(0.9, 10, 0) == pytest.approx(6.86, abs=0.006)
-
-
-def exact_speedup(alpha: Fraction, gamma: int, c: Fraction) -> Fraction:
-    return sum((alpha**i for i in range(gamma + 1)), Fraction(0)) / (1 + gamma * c)
-
-
-@pytest.mark.parametrize("alpha", [Fraction(n, 20) for n in range(21)])
-def test_the_best_chain_length(alpha):
-    for c in (Fraction(n, 23) for n in (0, 1, 3, 6, 11, 16, 22, 23, 30)):
-        speedups = [exact_speedup(alpha, gamma, c) for gamma in range(41)]
-        # The best in exact numbers, the shortest of equals. A float may not tell apart what differs by rounding alone.
-        found = best_gamma(float(alpha), float(c), upto=40)
-        assert speedups[found] == pytest.approx(float(max(speedups)), rel=1e-12)
-        if max(speedups) == 1:
-            assert found == 0
-        assert found == 40 or speedups[found + 1] <= speedups[found] * (1 + Fraction(1, 10**12))
-        assert (found > 0) == (alpha > c) == (max(speedups) > 1)
-
-
-def test_best_gamma_is_0_if_alpha_equals_c():
-    """Chains of one token break even, in spite of rounding."""
-    for n in range(100):
-        assert best_gamma(n / 100, n / 100) == 0
-    assert best_gamma(1.0, 0.0, 9) == 9
-    assert best_gamma(0.9, 0.01, 0) == 0
-
-
-@pytest.mark.parametrize("alpha", [-0.1, 1.1, math.nan, math.inf])
-def test_invalid_alphas_are_refused(alpha):
-    for call in (
-        lambda: expected_tokens(alpha, 2),
-        lambda: predicted_speedup(alpha, 2, 0.1),
-        lambda: predicted_speedup(alpha, 1, 0.1),
-        lambda: best_gamma(alpha, 0.1),
-        lambda: operations_factor(alpha, 2, 0.1),
-        lambda: memory_factor(alpha, 2),
-        lambda: inflection_length(COSTS, alpha, 2),
-    ):
-        with refused(ConfigError, "alpha in [0, 1]", str(alpha)):
-            call()
-
-
-@pytest.mark.parametrize(("gamma", "c"), [(-1, 0.1), (2, -0.1), (2, math.nan)])
-def test_invalid_gammas_and_costs_are_refused(gamma, c):
-    for call in (predicted_speedup, operations_factor):
-        with refused(ConfigError, "gamma and c >= 0", f"gamma={gamma}", f"c={c}"):
-            call(0.5, gamma, c)
 
 
 # --- curves ----------------------------------------------------------------------------------------------------------
@@ -206,32 +111,8 @@ def test_seconds_add_up():
     assert costs.draft_seconds(2, 1, 3) == pytest.approx(0.5 * 1.2)
     chains_alone = Costs(costs.verify, costs.chain)
     assert chains_alone.draft_seconds(3, 4) == chains_alone.draft_seconds(3, 1) == pytest.approx(0.7)
-    assert draft_ratio(costs) == pytest.approx(0.2 / 4.0)  # a level more, not the first with what it needs beside
-    assert draft_ratio(Costs(costs.verify, Curve(((1, 1.0),)))) == 0.25
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_speedup_is_tokens_over_time(rows):
-    for alpha, gamma, context in product((0.0, 0.6, 1.0), (0, 1, 4), (0, 64, 5000)):
-        plain = COSTS.verify_seconds(1, rows, context)
-        spent = COSTS.draft_seconds(gamma, 1, rows) + COSTS.verify_seconds(gamma + 1, rows, context)
-        tokens = sum(chance * emitted for chance, emitted in outcomes(alpha, gamma))
-        assert measured_speedup(COSTS, alpha, gamma, rows, context) == pytest.approx(tokens / spent * plain)
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("gamma", [1, 4])
-def test_at_the_inflection_length_chains_break_even(gamma, rows):
-    steep = Costs(Curve(((1, 1.0), (2, 2.1))), COSTS.chain, per_token=0.001, per_row=0.1, context=64)
-    for alpha in (0.3, 0.7, 1.0):
-        length = inflection_length(steep, alpha, gamma, rows)
-        assert 0 < length < math.inf
-        assert measured_speedup(steep, alpha, gamma, rows, length) == pytest.approx(1)
-        assert (
-            measured_speedup(steep, alpha, gamma, rows, 1.01 * length)
-            > 1
-            > measured_speedup(steep, alpha, gamma, rows, 0.99 * length)
-        )
+    assert costs.level_seconds == pytest.approx(0.2)  # a level more, not the first with what it needs besides
+    assert Costs(costs.verify, Curve(((1, 1.0),))).level_seconds == 1.0
 
 
 BY_NODES = Costs(
@@ -245,33 +126,6 @@ def test_a_token_of_context_costs_more_with_more_nodes():
     assert BY_NODES.verify_seconds(2, 2, 82) - BY_NODES.verify_seconds(2, 2) == pytest.approx(100 * 0.0011)
     assert BY_NODES.verify_seconds(1, 1, 64) == 1.0
     assert COSTS.token_seconds(7) == COSTS.per_token
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("gamma", [1, 3])
-def test_a_target_that_drafts_for_itself_breaks_even_there(gamma, rows):
-    """Each draft step is a plain step of a text as long as the view, whatever the context is."""
-    for alpha, view in ((0.7, 128), (0.9, 512)):
-        length = inflection_length(BY_NODES, alpha, gamma, rows, view=view)
-        assert view < length < math.inf
-        for context, sign in ((0.98 * length, -1), (length, 0), (1.02 * length, 1)):
-            spent = gamma * BY_NODES.verify_seconds(1, rows, view) + BY_NODES.verify_seconds(gamma + 1, rows, context)
-            tokens = sum(chance * emitted for chance, emitted in outcomes(alpha, gamma))
-            gained = tokens * BY_NODES.verify_seconds(1, rows, context) - spent
-            assert gained == pytest.approx(0, abs=1e-9) if not sign else gained * sign > 0
-    assert inflection_length(BY_NODES, 0.1, gamma, rows, view=128) == math.inf
-    assert inflection_length(BY_NODES, 1.0, gamma, rows, view=4) >= 4
-    quick = Costs(Curve(((1, 1.0), (2, 1.0))), per_token=1.0)
-    assert inflection_length(quick, 1.0, 1, view=300) == 300  # up to there a draft step takes a whole step
-
-
-def test_inflection_at_once_and_never():
-    assert inflection_length(COSTS, 0.9, 4) == 0.0
-    assert measured_speedup(COSTS, 0.9, 4, 1, 0) > 1
-    steep = Costs(Curve(((1, 1.0), (2, 3.0))), per_token=0.001)
-    assert inflection_length(steep, 0.0, 3) == math.inf  # nothing is ever accepted
-    assert inflection_length(Costs(steep.verify), 0.9, 1) == math.inf  # a longer context changes nothing
-    assert 0 < inflection_length(steep, 0.9, 1) < math.inf
 
 
 # --- learned costs ---------------------------------------------------------------------------------------------------

@@ -303,7 +303,7 @@ def test_long_documents_are_encoded_in_pieces_and_lose_nothing(tokenizer_with, w
 
 
 def test_what_a_folder_holds(tokenizer_with, write, tmp_path):
-    for name in ("b.py", "a/z.md", "a/b/c.txt", "left_out.py", "gen/x.py", "gen/deep/y.py", "test_1.py", "a/test_2.py"):
+    for name in ("b.py", "a/z.md", "a/b/c.txt"):
         write(f"data/{name}", f"({name})")
     write("data/d.jsonl", [{"text": "(from jsonl)"}])
     write("data/e.json", json.dumps([{"text": "(from json)"}]))
@@ -314,19 +314,14 @@ def test_what_a_folder_holds(tokenizer_with, write, tmp_path):
     write("data/latin.txt", "\u00e9".encode("latin-1"))
     write("data/zeros.bin", b"ab\0cd")
     write("data/empty.py", "")
-    names = write("exclude.txt", "# comment\nleft_out.py\n\ngen/\n*test_?.py\nz.md\n")
     tokenizer, seen = tokenizer_with(), []
-    corpus = read_examples(
-        [tmp_path / "data"], tokenizer, max_length=20, exclude=names, on_progress=lambda *at: seen.append(at)
-    )
+    corpus = read_examples([tmp_path / "data"], tokenizer, max_length=20, on_progress=lambda *at: seen.append(at))
     assert text_of(corpus.stream, tokenizer).split("</s>") == [
         "(a/b/c.txt)", "(a/z.md)", "(b.py)", "(from jsonl)", "(from json)", "[1, 2]", '{"text": "(settings)"}', ""
     ]  # fmt: skip
     total = seen[-1][1]
     assert seen[-1] == (total, total)
     assert all(before <= after for (before, _), (after, _) in itertools.pairwise(seen))
-    alone = read_examples([tmp_path / "data" / "left_out.py"], tokenizer, max_length=20, exclude=names)
-    assert text_of(alone.stream, tokenizer) == "(left_out.py)</s>"  # named, and so meant
 
 
 # --- holding out -----------------------------------------------------------------------------------------------------
@@ -591,8 +586,6 @@ def test_bad_calls(tokenizer_with, write, tmp_path):
         read_examples([], tokenizer, max_length=50)
     with refused(DataError, "nowhere.txt: there is no such file or folder: check the path"):
         read_examples([tmp_path / "nowhere.txt"], tokenizer, max_length=50)
-    with refused(DataError, "none.txt: the names to exclude cannot be read", "one name per line"):
-        read_examples([write("a.txt", "x")], tokenizer, max_length=50, exclude=tmp_path / "none.txt")
     with refused(ConfigError, "max_length must be at least 2", "found 1"):
         read_examples([write("a.txt", "x")], tokenizer, max_length=1)
 

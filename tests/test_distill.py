@@ -273,7 +273,7 @@ def session(target: Path, data: Path, out: Path, initial: Path | None = None, **
 
 RUNS = {
     "fkl": {},
-    "own-text": {"own_text": 0.6, "objective": "rkl", "ema": 0.5},
+    "own-text": {"own_text": 0.6, "objective": "rkl"},
     "muon": {"optimizer": "muon", "objective": "jsd:0.2", "accumulation": 2, "own_text": 0.3},
 }
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from conftest import SMALL, Knows, refused
+from conftest import SMALL, refused
 from draftwing.decode import Decoder
 from draftwing.errors import UnsupportedError
 from draftwing.methods.base import Budget
@@ -16,6 +16,7 @@ from draftwing.models.adapter import AdapterTarget
 from draftwing.models.context import FeatureSpec
 from draftwing.reference import generate
 from draftwing.sampling import Sampling
+from known_texts import Knows
 
 LIMIT = 24
 LONG = {

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -11,7 +12,6 @@ from typer.testing import CliRunner
 
 from conftest import add_tokenizer, build
 from draftwing.budget.costs import Costs, Curve
-from draftwing.lab.forecast import inflection_length
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 script = importlib.import_module("long_context")
@@ -49,8 +49,20 @@ def test_the_crossing_is_the_inflection_of_the_costs():
             point.emitted.append((1 - alpha ** (gamma + 1)) / (1 - alpha))
     for line in script.inflections(found, {512: costs}, gamma):
         assert line["measured"] == pytest.approx(line["by_costs"])
-        assert line["by_costs"] == inflection_length(costs, alpha, gamma, line["rows"])
-        assert line["by_plain_costs"] == inflection_length(costs, alpha, gamma, line["rows"], view=512)
+        # Self-drafting breaks even where the draft's steps, each as long as the view, cost what the tokens save.
+        length, rows, tau = line["by_plain_costs"], line["rows"], point.emitted[0]
+        spent = gamma * costs.verify_seconds(1, rows, 512) + costs.verify_seconds(gamma + 1, rows, length)
+        assert tau * costs.verify_seconds(1, rows, length) == pytest.approx(spent)
+
+
+def test_chains_may_gain_at_once_or_never():
+    steep = Costs(Curve(((1, 1.0), (2, 3.0))), per_token=0.001)
+    assert script.inflection_length(Costs(Curve(((1, 1.0), (8, 1.1)))), 3.0, 4, 1) == 0
+    assert script.inflection_length(steep, 1.0, 3, 1) == math.inf  # nothing is ever accepted
+    assert script.inflection_length(Costs(steep.verify), 1.9, 1, 1) == math.inf  # a longer context changes nothing
+    assert 0 < script.inflection_length(steep, 1.9, 1, 1) < math.inf
+    # Up to the view's length a draft step takes a whole step.
+    assert script.inflection_length(Costs(Curve(((1, 1.0), (2, 1.0))), per_token=1.0), 2.0, 1, 1, 300) == 300
 
 
 def test_rows_of_one_text():

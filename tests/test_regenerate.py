@@ -127,7 +127,7 @@ def test_tasks_of_documents(documents, lm):
 
 
 def test_tasks_and_answerers_refuse(tmp_path, documents, lm):
-    with refused(ConfigError, "prompt_tokens and per_document must be at least 1, found 0"):
+    with refused(ConfigError, "prompt_tokens must be at least 1, found 0"):
         read_tasks([documents], prompt_tokens=0)
     with refused(ConfigError, "max_batch must be at least 1, found 0"):
         LMAnswerer(lm, SAMPLED, max_batch=0)
@@ -212,8 +212,8 @@ def test_no_more_than_max_batch_at_once_and_no_fewer(lm, documents, tmp_path, mo
 
 
 def test_each_task_has_one_of_several_temperatures_whatever_comes_before_it(lm, documents, tmp_path):
-    tasks = read_tasks([documents], prompt_tokens=8, per_document=2, tokenizer=lm.tokenizer)
-    mixed = [Sampling(temperature=each, max_tokens=6, seed=2) for each in (0.0, 1.0)]
+    tasks = read_tasks([documents], prompt_tokens=8, tokenizer=lm.tokenizer)
+    mixed = [Sampling(temperature=each, max_tokens=6, seed=4) for each in (0.0, 1.0)]
     regenerate(tasks, LMAnswerer(lm, mixed, max_batch=3), tmp_path / "whole.jsonl")
     out = tmp_path / "resumed.jsonl"
     regenerate(tasks[2:3], LMAnswerer(lm, mixed), out)

@@ -137,7 +137,7 @@ def test_extras_that_are_named_exist():
         for package, names in re.findall(r"(draftwing|\.(?:whl)?)\[([a-z,]+)\]'", path.read_text())
         for extra in names.split(",")
     }
-    assert {extra for _, _, extra in found} >= {"train", "serve", "grammar", "lab", "all"}
+    assert {extra for _, _, extra in found} >= {"train", "serve", "grammar", "all"}
     assert not [each for each in found if each[2] not in extras]
     assert not [path for path, package, _ in found if path in pages and package == "draftwing"]
 

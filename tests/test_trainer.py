@@ -21,7 +21,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from safetensors.torch import load_file
 
 from conftest import refused
 from draftwing.errors import CheckpointError, ConfigError, NumericsError
@@ -114,7 +113,7 @@ def assert_same(one, other, where: str = "checkpoint", **tolerance) -> None:
 
 
 def assert_same_run(one: Path, other: Path, **tolerance) -> None:
-    """Net, average, optimizer and counters; every line of the metrics; the head."""
+    """Net, optimizer and counters; every line of the metrics; the head."""
     assert_same(read_checkpoint(one), read_checkpoint(other), **tolerance)
     assert_same(metrics_of(one), metrics_of(other), "metrics", **tolerance)
     if not tolerance:
@@ -149,8 +148,8 @@ def unbroken(folder_of, tmp_path_factory) -> Path:
 RUNS = {
     "adamw": {"method": "eagle3", "draft_vocab_size": 30},
     "muon": {"method": "eagle3", "optimizer": "muon", "unroll_steps": 2},
-    "noise-ema-accumulation": {"method": "eagle1", "ema": 0.8, "accumulation": 2},
-    "muon-thin-ema": {"method": "hass", "optimizer": "muon", "later_share": 0.5, "ema": 0.5},
+    "noise-accumulation": {"method": "eagle1", "accumulation": 2},
+    "muon-thin": {"method": "hass", "optimizer": "muon", "later_share": 0.5},
 }
 
 
@@ -223,8 +222,8 @@ def finished(folder_of, tmp_path_factory) -> Path:
 
 OTHER = {
     "iterations": 3, "lr": 2e-3, "optimizer": "muon", "method": "hass", "objective": "tv", "unroll_steps": 2,
-    "later_share": 0.5, "draft_vocab_size": 40, "fc_norm": True, "accumulation": 2, "ema": 0.9, "clip": 1.0,
-    "warmup": 0.1, "tokens_per_batch": 64, "max_length": 12, "data_share": 0.5, "seed": 1,
+    "later_share": 0.5, "draft_vocab_size": 40, "fc_norm": True, "accumulation": 2, "clip": 1.0,
+    "warmup": 0.1, "tokens_per_batch": 64, "max_length": 12, "seed": 1,
 }  # fmt: skip
 
 
@@ -307,7 +306,6 @@ SHARED = {
     "unroll_steps": 2,
     "draft_vocab_size": 30,
     "accumulation": 2,
-    "ema": 0.5,
     "save_every": 100,
 }
 # Random numbers belong to the rows of a batch, so they do not depend on the number of processes.
@@ -453,10 +451,6 @@ def test_folders_that_cannot_hold_a_run(folder, tmp_path):
         make(folder, tmp_path / "cut").run()
 
 
-def smaller(state):
-    state["average"] = {name: tensor[:1].clone() for name, tensor in state["net"].items()}
-
-
 def smaller_moments(state):
     moments = state["optimizers"][0]["state"]
     moments[0]["exp_avg"] = torch.zeros(3)
@@ -476,8 +470,6 @@ def smaller_moments(state):
         lambda state: state.update(calibration={"other": 3}),
         lambda state: state.update(optimizers=[]),
         lambda state: state.update(optimizers=[5]),
-        lambda state: state["average"].update(other=torch.ones(1)),
-        smaller,
         smaller_moments,
     ],
 )
@@ -541,30 +533,6 @@ def test_the_rate_warms_up_and_falls_to_a_fiftieth(folder, tmp_path):
     assert rates[4:] == pytest.approx(1e-3 * (0.02 + 0.98 * (1 + np.cos(np.pi * through)) / 2))
 
 
-def test_the_head_has_the_averaged_weights(folder, tmp_path):
-    """average <- ema * average + (1 - ema) * weights, from the first weights on; the net trains on its own."""
-    trainer = make(folder, tmp_path, ema=0.7, iterations=3, evaluate=measure, eval_every=1)
-    wanted = {name: p.detach().clone() for name, p in trainer.net.named_parameters()}
-
-    def follow(progress):
-        for name, p in trainer.net.named_parameters():
-            wanted[name] = 0.7 * wanted[name] + 0.3 * p.detach()
-        total = float(sum(each.double().abs().sum() for each in wanted.values()))
-        assert progress.metrics["val_loss"] == pytest.approx(total, rel=1e-5)
-
-    trainer.on_progress = follow
-    trainer.run()
-    state = read_checkpoint(tmp_path)
-    assert_same(state["average"], wanted, rtol=1e-5, atol=1e-6)
-    assert_same(state["net"], dict(trainer.net.state_dict()))
-    trained = trainer.net.tensors()
-    trainer.net.load_state_dict(state["average"], strict=False)
-    averaged = trainer.net.tensors()
-    saved = load_file(tmp_path / "head" / "model.safetensors")
-    assert_same({name: saved[name] for name in averaged}, averaged)
-    assert not torch.equal(averaged["fc.weight"], trained["fc.weight"])
-
-
 @pytest.mark.parametrize("ids", [[], [[7]], [[7, 9]]], ids=["no rows", "one token", "two tokens"])
 def test_batches_without_an_entry_change_nothing_else(ids, folder, tmp_path):
     """As the last batch of an epoch may be, for one process; the others then train alone."""
@@ -584,7 +552,7 @@ def test_batches_without_an_entry_change_nothing_else(ids, folder, tmp_path):
     assert trainer.run().metrics["loss"] > 0
 
 
-LONG = {"method": "eagle1", "iterations": 24, "save_every": 3, "ema": 0.9}
+LONG = {"method": "eagle1", "iterations": 24, "save_every": 3}
 
 
 def main(job: str, args: tuple[Path, ...], environment: dict[str, str]) -> None:
@@ -597,7 +565,7 @@ def main(job: str, args: tuple[Path, ...], environment: dict[str, str]) -> None:
         make(*args, on_progress=lambda progress: time.sleep(0.1), **LONG).run()
 
 
-@pytest.mark.parametrize("package", ["accelerate", "tensorboard", "matplotlib"])
+@pytest.mark.parametrize("package", ["accelerate", "matplotlib"])
 def test_a_missing_package_is_named_before_any_work(package, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)  # its import now fails
     with refused(ConfigError, f"training needs the package {package}", "pip install 'draftwing[train]'"):

@@ -121,7 +121,7 @@ def test_the_rows_are_those_of_our_own_target(toy, corpus, states, ends, tmp_pat
     cache = FeatureCache(tmp_path / "cache")
     cache.check(target, target_id(target))
     cache.check(ends, target_id(ends))
-    assert (cache.info.states, cache.info.max_length, cache.info.validation_share) == ((*TAPS, 8), None, 0)
+    assert (cache.info.states, cache.info.max_length) == ((*TAPS, 8), None)
     masks = {each.ids.tobytes(): each.mask for each in corpus.examples}
     right = total = 0
     for number in range(done.num_rows):

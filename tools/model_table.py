@@ -27,12 +27,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from draftwing.decode import Decoder
 from draftwing.errors import DraftwingError
 from draftwing.loading import load_target
-from draftwing.methods.base import Budget, Drafter
+from draftwing.methods.base import Drafter
 from draftwing.models.adapter import AdapterTarget
-from draftwing.models.context import Context
 from draftwing.models.target import Target
-from draftwing.sampling import Sampling, SamplingBatch
-from draftwing.tree import DraftTree
+from draftwing.sampling import Sampling
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from known_texts import Knows
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- begin: tools/model_table.py -->", "<!-- end -->"
@@ -144,29 +145,6 @@ HEADINGS = {
 }
 
 
-class HalfRight(Drafter):
-    """Drafts trees along known texts, in which every second level or every second draft is wrong."""
-
-    name, costs_forwards = "half right", False
-
-    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
-        self.texts = texts
-
-    def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
-        tokens, parents = [], []
-        for row in ctx.rows:
-            text = next((list(text) for text in self.texts if [*text[: len(row.tokens)]] == row.tokens), row.tokens)
-            length = len(row.tokens)
-            nodes, above, last = [row.tokens[-1]], [-1], 0
-            for at, token in enumerate(text[length : length + 4], length):
-                pair = [(token + 9) % VOCAB, (token + (at % 3 == 0)) % VOCAB]
-                nodes, above = [*nodes, *pair], [*above, last, last]
-                last = len(nodes) - 1
-            tokens.append(nodes)
-            parents.append(above)
-        return DraftTree.from_lists(tokens, parents, ctx.device)
-
-
 def small_config(model_type: str, **settings: Any) -> Any:
     """Return a config of a tiny model."""
     return _shrunk(transformers.CONFIG_MAPPING[model_type], {**SMALL, **settings}, SPECIAL.get(model_type, {}))
@@ -251,7 +229,8 @@ def _compare(target: Target, model: Any) -> str:
             return f"{text} without drafts, transformers has {theirs}"
     sampled = _decode(target, temperature=1.0)
     for texts, temperature in ((greedy, 0.0), (sampled, 1.0)) if target.supports_trees else ():
-        drafter = HalfRight([[*prompt, *text] for prompt, text in zip(PROMPTS, texts, strict=True)])
+        known = [[*prompt, *text] for prompt, text in zip(PROMPTS, texts, strict=True)]
+        drafter = Knows(known, wrong_at=3, depth=4, vocab_size=VOCAB)
         drafted = _decode(target, drafter, temperature=temperature)
         if drafted != texts:
             return f"{drafted} with drafts at temperature {temperature:g}, {texts} without"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from draftwing.checks import MAX_BATCH, listed, pairs
 from draftwing.errors import ConfigError, shown
 from draftwing.noise import hash_bits
 from draftwing.sampling import Sampling
+from draftwing.storage import read_json
 
 # Names for the options of transformers and vLLM.
 _OTHER_NAMES = {
@@ -31,6 +33,20 @@ _OTHER_NAMES = {
     "prompt_lookup_num_tokens": "draft='lookup', an option of load",
     "streamer": "LM.stream",
 }
+
+
+def model_settings(folder: Path) -> dict[str, Any]:
+    """Return the sampling settings of a model's ``generation_config.json``; {} without one."""
+    file = folder / "generation_config.json"
+    config = read_json(file) if file.exists() else {}
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    settings = {name: config[name] for name in names if config.get(name) is not None}
+    top_k = settings.get("top_k")
+    if top_k in (0, -1):  # all tokens, in transformers and in vLLM
+        del settings["top_k"]
+    elif isinstance(top_k, float) and top_k.is_integer():
+        settings["top_k"] = int(top_k)
+    return settings
 
 
 def nth_seed(seed: int, number: int) -> int:

@@ -180,14 +180,13 @@ class RecordFile:
 
     Args:
         file: need not exist.
-        command: the command that writes it, for error messages.
 
     Raises:
         CheckpointError: the file cannot be read.
     """
 
-    def __init__(self, file: Path, command: str) -> None:
-        self._file, self._command = file, command
+    def __init__(self, file: Path) -> None:
+        self._file = file
         try:
             content = file.read_bytes() if file.exists() else b""
         except OSError as error:
@@ -195,18 +194,18 @@ class RecordFile:
         *self._lines, unfinished = content.split(b"\n")
         self._num_bytes = len(content) - len(unfinished)
 
-    def load(self, take: Callable[[Any], None], lines: slice = slice(None)) -> None:
-        """Call ``take`` with every record, or with those of some lines.
+    def load(self, take: Callable[[Any], None]) -> None:
+        """Call ``take`` with every record.
 
         Raises:
             CheckpointError: a line is not JSON, or ``take`` raises KeyError, TypeError or ValueError.
         """
-        for number, line in list(enumerate(self._lines, 1))[lines]:
+        for number, line in enumerate(self._lines, 1):
             try:
                 take(parse_json(line))
             except (KeyError, TypeError, ValueError) as error:
                 raise CheckpointError(
-                    f"{self._file}, line {number}: not a record of draftwing {self._command} ({error!r}): delete the "
+                    f"{self._file}, line {number}: not a record of draftwing bench ({error!r}): delete the "
                     f"line, or delete the file to start again"
                 ) from error
 

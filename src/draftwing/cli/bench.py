@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from draftwing.lm import LM
     from draftwing.sampling import Sampling
 
-RESULTS, PAGE = "results.json", "index.html"
+RESULTS = "results.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ def bench(
     ),
     num_prompts: int | None = option(None, "Questions of each set, evenly over its categories. [default: all]", min=1),
     files: list[str] | None = argument(None, "More files for --set, or folders for --report.", metavar="FILE"),
-    out: Path | None = option(None, "Folder for records, results.json and index.html.", "-o"),
+    out: Path | None = option(None, "Folder for records and results.json.", "-o"),
     report: list[Path] | None = option(None, "Measure nothing: show the results in this folder. Repeatable."),
     as_json: bool = JSON,
 ) -> None:
@@ -139,8 +139,7 @@ def bench(
 
 
 def _write(journals: Sequence[Journal], out: Path | None, *, as_json: bool) -> list[Group]:
-    """Print the tables; write results and page to ``out``."""
-    from draftwing.lab.bench_page import render
+    """Print the tables, and write the results to ``out``."""
     from draftwing.lab.bench_results import gather, to_dict
     from draftwing.storage import write_text
 
@@ -151,7 +150,6 @@ def _write(journals: Sequence[Journal], out: Path | None, *, as_json: bool) -> l
         except OSError as error:
             raise ConfigError(f"--out {out}: cannot be made ({error}): give another folder") from error
         write_text(out / RESULTS, screen.to_json(to_dict(groups)) + "\n")
-        write_text(out / PAGE, render(groups))
     if as_json:
         screen.print_json(to_dict(groups))
         return groups
@@ -162,11 +160,11 @@ def _write(journals: Sequence[Journal], out: Path | None, *, as_json: bool) -> l
     for group in groups:
         _print_group(group)
     if out is not None and groups:
-        screen.line(f"page: {out / PAGE}, figures: {out / RESULTS}", "dim")
+        screen.line(f"wrote {out / RESULTS}", "dim")
     return groups
 
 
-_NUM_NAMED = 5  # skipped turns and differing texts in the terminal; the page has all
+_NUM_NAMED = 5  # skipped turns and differing texts in the terminal; results.json has all
 # Figures by the terminal's width.
 _LAYOUTS = {
     155: ">n: {n} | >tau: {tau} | >speedup: {speedup} | >of means: {of means} | >with prompt: {with prompt} | "
@@ -208,7 +206,7 @@ def _print_group(group: Group) -> None:
         start = f"{answer['draft']}, {answer['budget']}, from token {answer['differs_at'] + 1} on"
         print_line(f"differs: {_place(answer)}: {start}: {meaning}", "red" if is_promised else "dim")
     if len(group.differences) > _NUM_NAMED:
-        print_line(f"in all, {len(group.differences):,} texts differ; the page shows them", "yellow")
+        print_line(f"in all, {len(group.differences):,} texts differ; {RESULTS} has them", "yellow")
 
 
 def _place(answer: Mapping[str, Any]) -> str:

@@ -89,8 +89,6 @@ def regenerate(
     taps: TapOptions,
     out: Path = option(..., "JSONL file to append to: run again to continue.", "-o"),
     limit: int | None = option(None, "Use only the first N prompts.", min=1),
-    prompt_tokens: int = option(64, "Tokens of a document that are its prompt.", expert=True),
-    per_document: int = option(1, "Maximum number of prompts per document.", expert=True),
     features: Path | None = option(None, "Folder for the target's hidden states, which `train --cache` reads."),
     as_json: bool = JSON,
 ) -> None:
@@ -117,15 +115,7 @@ def regenerate(
     samplings = answers.to_samplings()
     answerer: LMAnswerer | ServerAnswerer
     tokenizer = cache = None
-    read = partial(
-        read_tasks,
-        data.sources,
-        prompt_tokens=prompt_tokens,
-        per_document=per_document,
-        limit=limit,
-        exclude=data.exclude,
-        output=out,
-    )
+    read = partial(read_tasks, data.sources, limit=limit, output=out)
     if answers.write_batch is not None or answers.read_batch:
         if features is not None or answers.server:
             raise ConfigError(
@@ -259,8 +249,7 @@ def cache(
     target: str | None = TARGET,
     max_length: int = option(512, "Maximum number of tokens of a window or dialogue."),
     tokens_per_batch: int = option(2048, "Tokens that the target reads at once.", expert=True),
-    validation_share: float = option(0.02, "Share of the data held out: the same as in `train`.", expert=True),
-    seed: int = option(0, "Seed of the held-out choice and of the places where documents are cut."),
+    seed: int = option(0, "Seed of the places where documents are cut."),
     dtype: str | None = option(
         None, "Data type of the target. [default: bfloat16, if the device is fast at it]", expert=True
     ),
@@ -274,13 +263,13 @@ def cache(
     Examples:
 
     - `draftwing data cache --data dialogues.jsonl -o features`
-    - `draftwing train eagle3 --data dialogues.jsonl --cache features --minutes 15 -o my-head`
+    - `draftwing train eagle3 --cache features --minutes 15 -o my-head`
     """
     from draftwing.formats.identity import target_id
     from draftwing.loading import load_target, training_dtype
     from draftwing.models.resolve import resolve
     from draftwing.text.tokenizer import Tokenizer
-    from draftwing.train.data import Batches, download_sources, read_examples, split
+    from draftwing.train.data import Batches, download_sources, read_examples
     from draftwing.train.feature_cache import estimate, write_cache
 
     choose = taps.chooser()
@@ -288,25 +277,20 @@ def cache(
     tokenizer = Tokenizer(folder)
     download_sources(data.sources, progress)
     with progress("reading the data") as on_data:
-        corpus = read_examples(
-            data.sources, tokenizer, max_length=max_length, exclude=data.exclude, on_progress=on_data
-        )
-    batches = Batches(split(corpus, validation_share, seed)[0], tokens_per_batch, max_length, seed)
+        corpus = read_examples(data.sources, tokenizer, max_length=max_length, on_progress=on_data)
+    batches = Batches(corpus, tokens_per_batch, max_length, seed)
     name = target or default_model()
     with progress("loading the target"):
         model = load_target(folder, dtype=dtype or training_dtype(device), device=device, name=name, prepack=False)
     layers, identity = choose(model.num_layers), target_id(model, tokenizer)
     screen.line(f"the cache will have {estimate(model, batches, layers)}")
     with _continued("running the target, tokens", "tokens") as on_progress:
-        done = write_cache(
-            out, model, batches, layers, identity=identity, validation_share=validation_share, on_progress=on_progress
-        )
+        done = write_cache(out, model, batches, layers, identity=identity, on_progress=on_progress)
     if as_json:
         screen.print_json({"out": str(out), **asdict(done)})
         return
     screen.line(f"wrote {done.num_shards - done.num_kept} shards to {out}; {done.num_kept} were there")
-    settings = f"--max-length {max_length} --validation-share {validation_share}"
-    screen.line(f"train on it: draftwing train {taps.method} ... --cache {out} {settings}", "dim")
+    screen.line(f"train on it: draftwing train {taps.method} ... --cache {out}", "dim")
 
 
 @data_app.command("import-states")
@@ -357,9 +341,7 @@ def import_states(
     dialogues = None
     if data.sources:
         with progress("reading the data") as on_data:
-            corpus = read_examples(
-                data.sources, tokenizer, max_length=model.max_length, exclude=data.exclude, on_progress=on_data
-            )
+            corpus = read_examples(data.sources, tokenizer, max_length=model.max_length, on_progress=on_data)
         dialogues = corpus.examples
     with _continued("reading the states, files", "files") as on_progress:
         done = run(
@@ -391,7 +373,6 @@ def build(
     files: list[str] = argument(..., "Text files, JSONL files as for `train --data`, or folders of them."),
     out: Path = option(..., "Folder to write; it must be new.", "-o"),
     target: str | None = TARGET,
-    exclude: Path | None = option(None, "File of names (globs, or prefix/) to leave out of folders."),
     as_json: bool = JSON,
 ) -> None:
     """Make a datastore of texts like those that the target will write; `--draft FOLDER` then drafts from it.
@@ -415,7 +396,7 @@ def build(
     download_sources(files, progress)
     tokenizer = Tokenizer(resolve(target))
     with progress("reading the texts, bytes") as on_progress:
-        texts = read_texts(files, tokenizer, exclude=exclude, on_progress=on_progress)
+        texts = read_texts(files, tokenizer, on_progress)
     with progress(f"sorting {len(texts.tokens):,} tokens"):
         store = build_datastore(out, texts, tokenizer, target or default_model())
     if as_json:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from draftwing.cli import screen
 from draftwing.cli.options import DRAFT, JSON, PROMPTS, Drafting, Model, SamplingOptions, argument, option, with_options
@@ -63,7 +63,6 @@ def generate(
     prompts: str | None = PROMPTS,
     draft: str | None = DRAFT,
     logprobs: int | None = option(None, "Show log-probabilities of each token and the N best.", panel="Sampling"),
-    compare: bool = option(False, "Afterwards decode without drafts: report the speedup, and if the text is the same."),
     as_json: bool = JSON,
 ) -> None:
     """Continue a prompt; colours show how many drafted tokens were accepted at once.
@@ -71,7 +70,7 @@ def generate(
     Examples:
 
     - `draftwing generate "def quicksort("`
-    - `draftwing generate "def quicksort(" -T 0.8 --seed 7 -n 200 --compare`
+    - `draftwing generate "def quicksort(" -T 0.8 --seed 7 -n 200`
     - `cat prompt.txt | draftwing generate -t path/or/hub-id -d lookup > continued.txt`
     - `draftwing generate --prompts prompts.jsonl --json`
     - `draftwing generate "Name a city." -t chat-model --json-schema '{"properties": {"city": {"type": "string"}}}'`
@@ -81,16 +80,11 @@ def generate(
     checked, grammar = sampling.to_sampling(logprobs), constraint.read()
     given = _read(prompt, prompts)
     lm, output = model.load(draft, drafting), screen.Screen()
-    baseline = type(lm)(lm.target, lm.tokenizer) if compare else None
     lm.constraint(grammar)  # refused before anything is decoded
     ready = sampling.put_all(given, lm)
-    if baseline is not None:  # warm both up: first steps are slow
-        for method in (baseline, lm):
-            method.generate([ready[0]], checked, max_tokens=min(checked.max_tokens, 8), grammar=grammar)
     if as_json:
         generations = [lm.generate([text], checked, grammar=grammar)[0] for text in ready]
-        records = [record(done, baseline, checked, grammar) for done in generations]
-        screen.print_json({**describe_run(lm, checked), "generations": records})
+        screen.print_json({**describe_run(lm, checked), "generations": list(map(record, generations))})
         return
     for number, text in enumerate(ready, 1):
         if len(ready) > 1:
@@ -117,19 +111,9 @@ def generate(
                 for entry in done.logprobs
             ]
             print_table(entries, "token: {token} | logprob: {logprob:.3f} | top: {top}", output.info)
-        output.note(_summary(record(done, baseline, checked, grammar)))
+        output.note(" | ".join(format_figures(record(done))))
     if lm.drafter.drafts:
         output.legend()
-
-
-def _summary(record: Mapping[str, Any]) -> str:
-    """Return speed and acceptance of one generation in one line; ``record`` as in ``--json``."""
-    parts = format_figures(record)
-    if plain := record.get("plain"):
-        parts.append(f"speedup {plain['speedup']:.2f}x over {plain['tokens_per_s']:.1f} tokens/s")
-        parts.append(f"efficiency {plain['efficiency']:.2f}")
-        parts.append(f"identical {'yes' if plain['identical'] else 'no'}")
-    return " | ".join(parts)
 
 
 def token_namer(lm: LM) -> Callable[[int], str]:

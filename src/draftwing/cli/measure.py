@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,10 +36,7 @@ from draftwing.models.catalogue import entry_of
 if TYPE_CHECKING:
     from draftwing.lab.compare import Comparison, MethodResult, Verification
     from draftwing.lab.forecast import HeldOut
-    from draftwing.lab.tune import Pace, TextIds, Trial, Tuned
     from draftwing.lm import LM
-    from draftwing.methods.base import Budget
-    from draftwing.models.lean import LeanTarget
     from draftwing.text.prompts import Prompt
 
 _DISTRIBUTION_ONLY = "at a temperature above 0 this rule keeps the distribution of the text, not the text itself"
@@ -56,14 +51,8 @@ _VERIFIED = (
     "margin: {margin:.2e} | noise: {noise:.2e} | verdict: {verdict}"
 )
 _FORECAST = (
-    "T: {temperature:g} | tree: {tree} | >tau: {tau:.2f} | >95%: {tau_low:.2f}-{tau_high:.2f} | >nodes: {nodes:.1f} | "
-    ">levels: {levels:.1f} | >speedup: {speedup:.2f} | >tau measured: {measured_tau:.2f} | >error: {error:+.1%} | "
-    ">speedup measured: {measured_speedup:.2f}"
-)
-_FORMULAS = (
-    "chain: {gamma} | >tau formula: {tau_predicted:.2f} | >tau: {tau:.2f} | >speedup, c alone: {paper:.2f} | "
-    ">with T_V: {measured_costs:.2f} | >speedup: {speedup:.2f} | >operations: {operations:.2f} | "
-    ">memory: {memory:.2f} | >gains from: {start}"
+    "T: {temperature:g} | tree: {tree} | >tau: {tau:.2f} | >95%: {tau_low:.2f}-{tau_high:.2f} | >nodes: {nodes} | "
+    ">speedup: {speedup:.2f}"
 )
 
 
@@ -200,107 +189,72 @@ def _print_verification(verification: Verification, lm: LM) -> None:
     print_table(records, _VERIFIED)
 
 
-TREES = ("chain:3", "chain:5", "static", "dynamic:24,6,4", "dynamic:59,8,10", "auto")
-NUM_COLLECTED, NUM_MEASURED, NUM_FORMULAS = 40, 20, 4  # default numbers of prompts
-
-
-@dataclass(frozen=True)
-class PredictionOptions:
-    prompts: str | None = PROMPTS
-    num_prompts: int | None = option(
-        None,
-        f"Use only the first N prompts. [default: {NUM_COLLECTED} with --collect, {NUM_MEASURED} with --measure, "
-        f"{NUM_FORMULAS} with --formulas]",
-        min=1,
-    )
-    tree: list[str] | None = option(
-        None, f"Shape of drafts (see `draftwing compare --help`); repeatable. [default: {' '.join(TREES)}]"
-    )
-    temperature: list[float] | None = option(
-        None, "Temperature, of those that the statistics cover; repeatable. [default: all]", "-T"
-    )
-    measure: bool = option(False, "Also decode the prompts, and show what is measured next to the forecast.")
-    max_tokens: int = option(128, "Maximum number of tokens per prompt, with --measure.", "-n", min=1)
-    collect: bool = option(False, "First collect the head's statistics on the prompts and store them with the head.")
-    tau_only: bool = option(False, "Load no model and measure no costs: predict tau alone.", expert=True)
-    formulas: bool = option(False, "Compare the papers' formulas for chains with measurements.", expert=True)
-
-    def check(self) -> None:
-        """Raise ConfigError if two options exclude each other."""
-        pairs = (
-            ("tau_only", "measure"),
-            ("tau_only", "collect"),
-            ("collect", "measure"),  # on the prompts that it was collected on, a forecast would prove nothing
-            ("formulas", "tau_only"),
-            ("formulas", "collect"),
-            ("formulas", "tree"),
-        )
-        for one, other in pairs:
-            if getattr(self, one) and getattr(self, other):
-                names = [f"--{name.replace('_', '-')}" for name in (one, other)]
-                raise ConfigError(f"{names[0]} and {names[1]} exclude each other: leave one of them out")
-
-    def trees(self) -> dict[str, Budget | None]:
-        """Return the budgets by name; None is auto."""
-        names = self.tree or [name for name in TREES if not (name == "auto" and self.tau_only)]
-        return {name: Drafting(tree=name).budget() for name in names}
-
-    def read_prompts(self, target: str | None, default: int) -> Sequence[Prompt]:
-        return Examples(self.prompts, self.num_prompts or default).read(target)
+TREES = "chain:3 chain:5 static dynamic:24,6,4 dynamic:59,8,10"
 
 
 @with_options
-def predict(model: Model, prediction: PredictionOptions, draft: str | None = DRAFT, as_json: bool = JSON) -> None:
+def predict(
+    model: Model,
+    draft: str | None = DRAFT,
+    tree: list[str] | None = option(
+        None, f"Shape of drafts (see `draftwing compare --help`); repeatable. [default: {TREES}]"
+    ),
+    temperature: list[float] | None = option(
+        None, "Temperature, of those that the statistics cover; repeatable. [default: all]", "-T"
+    ),
+    collect: bool = option(False, "First collect the head's statistics on the prompts and store them with the head."),
+    prompts: str | None = PROMPTS,
+    num_prompts: int = option(40, "Collect on only the first N prompts.", min=1),
+    tau_only: bool = option(False, "Load no model and measure no costs: predict tau alone.", expert=True),
+    as_json: bool = JSON,
+) -> None:
     """Predict tau and speedup of a head for any tree, from its held-out statistics and this machine's costs.
 
-    Training stores the statistics in the head's folder; --collect makes them for any other head. Costs that changed are
-    measured again by `draftwing info --measure`.
+    Training stores the statistics in the head's folder; --collect makes them for any other head. `draftwing bench` and
+    `draftwing compare` measure instead.
 
     Examples:
 
     - `draftwing predict`
-    - `draftwing predict --tree chain:5 --tree dynamic:59,8,10 -T 0 --measure --num-prompts 20`
+    - `draftwing predict --tree chain:5 --tree dynamic:59,8,10 -T 0`
     - `draftwing predict -t path/or/hub-id -d path/or/head --collect --prompts held-out.jsonl`
-    - `draftwing predict --formulas -T 1`
     """
-    prediction.check()
-    if prediction.formulas:
-        _predict_by_formulas(model, prediction, draft, as_json=as_json)
-        return
-    from draftwing.lab.forecast import HeldOut, forecast, measured
+    from draftwing.lab.forecast import HeldOut, forecast
     from draftwing.lab.machine import describe_machine
-    from draftwing.sampling import Sampling
 
-    trees, folder = prediction.trees(), head_folder(model.target, draft)
+    if collect and tau_only:
+        raise ConfigError("--collect and --tau-only exclude each other: leave one of them out")
+    if collect and prompts is None and model.target is not None:
+        raise ConfigError(
+            "--collect needs held-out prompts of the kind that the head is for: give some 40 with --prompts"
+        )
+    budgets = {}
+    for name in tree or TREES.split():
+        if (budget := Drafting(tree=name).budget()) is None:
+            raise ConfigError(
+                "auto changes its trees from step to step: name others, or measure with draftwing compare"
+            )
+        budgets[name] = budget
+    folder = head_folder(model.target, draft)
     costs = machine = None
-    if prediction.tau_only:
+    if tau_only:
         held_out = HeldOut.read(folder)
     else:
-        prompts: Sequence[Prompt] = ()
-        if prediction.collect and prediction.prompts is None and model.target is not None:
-            raise ConfigError(
-                "--collect needs held-out prompts of the kind that the head is for: give some 40 with --prompts"
-            )
-        if prediction.collect or prediction.measure:
-            prompts = prediction.read_prompts(model.target, NUM_COLLECTED if prediction.collect else NUM_MEASURED)
+        examples = Examples(prompts, num_prompts).read(model.target) if collect else ()
         lm = model.load(str(folder))
-        held_out = _collect(lm, folder, prompts, prediction) if prediction.collect else HeldOut.read(folder)
+        held_out = _collect(lm, folder, examples, temperature or (0.0, 1.0)) if collect else HeldOut.read(folder)
         with progress("measuring this machine's costs"):
             costs, machine = lm.costs(), describe_machine()
-    forecasts = forecast(held_out, trees, prediction.temperature or sorted(held_out.texts), costs)
-    if prediction.measure:
-        sampling, ready = Sampling(max_tokens=prediction.max_tokens), SamplingOptions().put_all(prompts, lm)
-        with progress("decoding") as on_progress:
-            forecasts = measured(forecasts, lm, trees, ready, sampling, on_progress=on_progress)
-    records, statistics = [one.to_dict() for one in forecasts], held_out.describe()
+    forecasts = list(map(asdict, forecast(held_out, budgets, temperature or sorted(held_out.texts), costs)))
+    statistics = held_out.describe()
     if as_json:
-        screen.print_json({"forecasts": records, "statistics": statistics, "machine": machine})
+        screen.print_json({"forecasts": forecasts, "statistics": statistics, "machine": machine})
         return
-    print_table(records, _FORECAST)
+    print_table(forecasts, _FORECAST)
     texts = ", ".join(f"{count} texts at T={name}" for name, count in statistics["texts"].items())
     print_line(
         f"from held-out statistics: {texts}, target {statistics['target']}, drafts by "
-        f"{statistics['runs_as'] or 'PyTorch'}; auto is an approximation"
+        f"{statistics['runs_as'] or 'PyTorch'}"
     )
     if machine is not None:
         print_line(f"speedup over baseline decoding at batch 1; machine: {format_pairs(machine)}")
@@ -319,17 +273,16 @@ def head_folder(target: str | None, draft: str | None) -> Path:
         return resolve(draft)
     raise ConfigError(
         f"a forecast needs a head's held-out statistics, and {draft or 'lookup'} has none: give a head with --draft, "
-        f"or measure with `draftwing compare` or --formulas"
+        f"or measure with `draftwing compare`"
     )
 
 
-def _collect(lm: LM, folder: Path, prompts: Sequence[Prompt], prediction: PredictionOptions) -> HeldOut:
+def _collect(lm: LM, folder: Path, prompts: Sequence[Prompt], temperatures: Sequence[float]) -> HeldOut:
     """Collect statistics, join them with those that the head has, and write them to its folder."""
     from draftwing.formats.identity import head_id
     from draftwing.lab.forecast import HeldOut, collect
 
     ids = [lm.encode(prompt) for prompt in SamplingOptions().put_all(prompts, lm)]
-    temperatures = prediction.temperature or (0.0, 1.0)
     with progress("collecting") as on_progress:
         held_out = collect(lm.target, lm.new_drafter, head_id(folder), ids, temperatures, on_progress=on_progress)
     with suppress(CheckpointError):  # there are none yet, or they belong to other weights
@@ -338,62 +291,26 @@ def _collect(lm: LM, folder: Path, prompts: Sequence[Prompt], prediction: Predic
     return held_out
 
 
-def _predict_by_formulas(model: Model, prediction: PredictionOptions, draft: str | None, *, as_json: bool) -> None:
-    from draftwing.lab.forecast import predict as run
-    from draftwing.sampling import Sampling
-
-    temperatures = prediction.temperature or [0.0]
-    if len(temperatures) > 1:
-        raise ConfigError("--formulas takes one temperature: give -T once")
-    sampling = Sampling(temperature=temperatures[0], max_tokens=prediction.max_tokens)
-    prompts = prediction.read_prompts(model.target, NUM_FORMULAS)
-    lm = model.load(draft)
-    with progress("measuring") as on_progress:
-        lm.costs()
-        found = run(lm, SamplingOptions().put_all(prompts, lm), sampling, on_progress=on_progress)
-    if as_json:
-        screen.print_json(found)
-        return
-    for chain in found["chains"]:
-        start = chain["inflection"]
-        chain["start"] = "never" if start is None else f"{start:.0f}" if start else "start"
-    print_table([*found["chains"], {"gamma": "auto", **found["auto"]}], _FORMULAS)
-    verdict = "above c: drafting pays" if found["pays"] else "not above c: drafting does not pay"
-    print_line(
-        f"{found['drafter']}: alpha {found['alpha']:.2f} (acceptance of a token), c {found['c']:.2f} (draft step / "
-        f"target forward), alpha {verdict}; best chain by the formula {found['best_gamma']}",
-        "",
-    )
-    print_line(
-        f"baseline: without drafts, {found['plain_tokens_per_s']:.1f} tokens/s; 'with T_V' includes the measured time "
-        f"of verifying more nodes; 'gains from' is in tokens of context"
-    )
-    print_line(f"machine: {format_pairs(found['machine'])}")
-
-
 tune_app = typer.Typer(no_args_is_help=True, help="Tune a draft by measuring on this machine: `layers`.")
-
-
-@dataclass(frozen=True)
-class Search:
-    out: Path = option(..., "Folder for the layers, which --draft then takes.", "-o")
-    data: str | None = option(None, "Held-out prompts: a text or .jsonl file. [default: prompts that ship]")
-    num_prompts: int = option(8, "Use only the first N prompts.", min=1)
-    max_tokens: int = option(64, "Number of tokens that the target writes after each prompt.", "-n", min=8)
-    trials: int = option(200, "Number of sets to try, including those of a stopped run.", min=1)
-    exits: bool = option(False, "Only try early exits: the first layer, the first two, and so on.")
-    seed: int = option(0, "Seed of the search.", min=0)
-    measure: bool = option(True, "Afterwards decode the prompts with and without the layers.", "--measure/--no-measure")
 
 
 @tune_app.command()
 @with_options
-def layers(model: Model, search: Search, as_json: bool = JSON) -> None:
+def layers(
+    model: Model,
+    out: Path = option(..., "Folder for the layers, which --draft then takes.", "-o"),
+    data: str | None = option(None, "Held-out prompts: a text or .jsonl file. [default: prompts that ship]"),
+    num_prompts: int = option(8, "Use only the first N prompts.", min=1),
+    max_tokens: int = option(64, "Number of tokens that the target writes after each prompt.", "-n", min=8),
+    trials: int = option(200, "Number of sets to try.", min=1),
+    exits: bool = option(False, "Only try early exits: the first layer, the first two, and so on."),
+    seed: int = option(0, "Seed of the search.", min=0),
+    as_json: bool = JSON,
+) -> None:
     """Find the layers that a target can skip while it drafts for itself (Draft & Verify, 2309.08168).
 
-    Bayesian optimisation chooses the attentions and MLPs to skip, from texts of the target and times on this machine.
-    Needs `pip install 'draftwing[lab]'` except with --exits. Ctrl-C keeps the best set so far, and the same command
-    continues.
+    A local search chooses the attentions and MLPs to skip, from texts of the target and times on this machine. Ctrl-C
+    keeps the best set so far, and the same command continues from it.
 
     Examples:
 
@@ -401,88 +318,52 @@ def layers(model: Model, search: Search, as_json: bool = JSON) -> None:
     - `draftwing tune layers --exits --out first-layers`, then `draftwing compare --draft first-layers`
     """
     from draftwing.formats.identity import target_id_of_folder
-    from draftwing.lab.tune import tune
+    from draftwing.lab.tune import DEPTH, Recorded, Trial, measure_pace, tune
     from draftwing.loading import find_model, load_target
     from draftwing.models.subnet import lean_target
 
-    prompts = Examples(search.data, search.num_prompts).read(model.target)
-    digest = hashlib.sha256(json.dumps([search.max_tokens, prompts]).encode())
+    prompts = Examples(data, num_prompts).read(model.target)
     (folder, lora), best = find_model(model.target, lora=model.lora), ""
-
-    def load_plain() -> LeanTarget:
-        target = load_target(
-            folder, dtype=model.dtype, lora=lora, device=model.device, engine=model.engine, prepack=False
-        )
-        return lean_target(target, "draft 'layers'")
-
-    with progress("trying sets of layers", lambda: best, resumes=True) as show:
+    lm, texts = model.load("none"), []
+    plain = load_target(folder, dtype=model.dtype, lora=lora, device=model.device, engine=model.engine, prepack=False)
+    with progress("writing texts") as show:
+        for number, prompt in enumerate(SamplingOptions().put_all(prompts, lm), 1):
+            ids = lm.encode(prompt)
+            texts.append((ids, lm.generate([ids], temperature=0.0, max_tokens=max_tokens)[0].token_ids))
+            show(number, len(prompts))
+    with progress("measuring this machine's costs"):
+        pace = measure_pace(lean_target(lm.target, "draft 'layers'"))
+    recorded = Recorded(lean_target(plain, "draft 'layers'"), texts, DEPTH)
+    with progress("trying sets of layers", lambda: best) as show:
 
         def on_progress(done: int, total: int, trial: Trial | None) -> None:
             nonlocal best
             best = "" if trial is None else f"best {trial.tokens_per_s:,.1f} tokens/s expected, {trial.parts}"
             show(done, total)
 
-        tuned = tune(
-            search.out,
+        found, finished = tune(
+            out,
             target_id_of_folder(folder, model.name),
-            lambda: _texts_and_pace(model, search, prompts),
-            load_plain,
-            num_trials=search.trials,
-            seed=search.seed,
-            only_exits=search.exits,
-            settings={"dtype": model.dtype, "quantize": model.quantize, "texts": digest.hexdigest()[:16]},
+            lambda parts: pace.trial(parts, recorded.accepted(parts)),
+            num_trials=trials,
+            seed=seed,
+            only_exits=exits,
             on_progress=on_progress,
         )
-    measured = _measure_layers(model, search, prompts) if tuned.finished and search.measure else None
-    _print_layers(search.out, tuned, measured, as_json=as_json)
-    if not tuned.finished:
-        screen.line(f"stopped after {tuned.num_trials} sets: run the same command again to continue", "yellow")
-        raise typer.Exit(130)
-
-
-def _texts_and_pace(model: Model, search: Search, prompts: Sequence[Prompt]) -> tuple[list[TextIds], Pace]:
-    """Let the target write texts, and measure the times of its parts."""
-    from draftwing.lab.tune import TextIds, measure_pace
-    from draftwing.models.subnet import lean_target
-
-    lm = model.load("none")
-    texts = []
-    for prompt in SamplingOptions().put_all(prompts, lm):
-        ids = lm.encode(prompt)
-        written = lm.generate([ids], temperature=0.0, max_tokens=search.max_tokens)[0].token_ids
-        texts.append(TextIds((*ids, *written), len(ids)))
-    return texts, measure_pace(lean_target(lm.target, "draft 'layers'"))
-
-
-def _measure_layers(model: Model, search: Search, prompts: Sequence[Prompt]) -> dict[str, float]:
-    from draftwing.lab.compare import compare
-    from draftwing.sampling import Sampling
-
-    lms = model.load_many(Compared([str(search.out)]))
-    with progress("decoding with and without them") as on_progress:
-        ready, sampling = SamplingOptions().put_all(prompts, lms[0]), Sampling(max_tokens=search.max_tokens)
-        plain, drafted = compare(lms, ready, sampling, on_progress=on_progress).methods
-    figures = {name: getattr(drafted, name) for name in ("tokens_per_s", "speedup", "tau")}
-    return {"plain_tokens_per_s": plain.tokens_per_s, **figures}
-
-
-def _print_layers(out: Path, tuned: Tuned, measured: dict[str, float] | None, *, as_json: bool) -> None:
-    best = tuned.best
+    speedup, parts = found.tokens_per_s / pace.plain, found.parts
+    skipped = {"skip_attention": parts.skipped_attention, "skip_mlp": parts.skipped_mlp}
     if as_json:
-        result = {"out": str(out), "trials": tuned.num_trials, "finished": tuned.finished, **best.to_dict()}
-        result |= {"plain_tokens_per_s": tuned.plain, "speedup": tuned.speedup, "measured": measured}
-        screen.print_json(result)
-        return
-    screen.line(
-        f"{best.parts}: {best.tokens_per_s:,.1f} tokens/s expected with chains of {best.depth}, "
-        f"{tuned.speedup:.2f}x of baseline decoding"
-    )
-    for name, skipped in (("attention", best.parts.skipped_attention), ("MLP", best.parts.skipped_mlp)):
-        screen.line(f"skipped {name}: {', '.join(map(str, skipped)) or 'none'}", "dim")
-    if measured is not None:
+        figures = {"accepted": found.accepted, "tokens_per_s": found.tokens_per_s, "depth": found.depth}
+        screen.print_json({"out": str(out), "finished": finished, **skipped, **figures, "speedup": speedup})
+    else:
         screen.line(
-            f"measured: {measured['tokens_per_s']:,.1f} tokens/s, {measured['speedup']:.2f}x, tau {measured['tau']:.2f}"
+            f"{parts}: {found.tokens_per_s:,.1f} tokens/s expected with chains of {found.depth}, {speedup:.2f}x of "
+            f"baseline decoding",
+            "" if speedup > 1 else "yellow",
         )
-    elif tuned.speedup <= 1:
-        screen.line("no set is expected to be faster than baseline decoding here", "yellow")
-    screen.line(f"wrote {out}")
+        for name, numbers in skipped.items():
+            screen.line(f"{name.replace('_', ' ')}: {', '.join(map(str, numbers)) or 'none'}", "dim")
+        screen.line(f"wrote {out}: measure it with draftwing compare --draft {out}")
+    if not finished:
+        screen.line("stopped: run the same command again to continue", "yellow")
+        raise typer.Exit(130)

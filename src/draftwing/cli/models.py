@@ -151,9 +151,8 @@ def info(
     - `draftwing info --bandwidth`
     - `draftwing info -t path/or/hub-id -d path/or/smaller --json`
     """
-    from draftwing.lab.forecast import describe_costs
     from draftwing.lab.machine import describe_machine, read_bandwidth
-    from draftwing.lab.report import describe_lm
+    from draftwing.lab.report import describe_costs, describe_lm
 
     lm = model.load(draft)
     sections = {**describe_lm(lm), "machine": describe_machine()}

@@ -350,7 +350,6 @@ class Data:
         "and output) or texts, plain text files, or folders or URLs of them. Streamed: Parquet files, and "
         "hf://datasets/org/name?split=NAME. Repeatable.",
     )
-    exclude: Path | None = option(None, "File of names (globs, or prefix/) to leave out of folders.", expert=True)
 
     @property
     def sources(self) -> list[str]:

@@ -6,7 +6,7 @@ import difflib
 import shlex
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from draftwing.formats.doctor import Finding
     from draftwing.lab.fit import Fit
     from draftwing.train.session import Session
-    from draftwing.train.trainer import Progress, Trainer
+    from draftwing.train.trainer import Trainer
 
 _STEPS = ", ".join(f"{name} {way.unroll_steps}" for name, (_, way) in training_methods().items())
 
@@ -49,8 +49,8 @@ class Run:
     target: str | None = TARGET
     cache: str | None = option(
         None,
-        "Features of `draftwing data cache` (with its --data), or of `data regenerate --features` or `data "
-        "import-states` (without): a folder or its URL.",
+        "Features of `draftwing data cache`, `data regenerate --features` or `data import-states`, instead of --data: "
+        "a folder or its URL.",
     )
     ends_only: bool = option(
         False,
@@ -130,7 +130,7 @@ def train(
     from draftwing.train.session import RunFiles, prepare
 
     options = TrainOptions(method, save_every=50, **{**asdict(training), "taps": parse_taps(training.taps)})
-    files = RunFiles(run.target, data.sources, data.exclude, run.cache, run.init_from, run.licence)
+    files = RunFiles(run.target, data.sources, run.cache, run.init_from, run.licence)
     title = ""
 
     def phase(name: str) -> AbstractContextManager[Callable[[int, int], None]]:
@@ -154,7 +154,9 @@ def train(
     is_main = session.trainer.accelerator.is_main_process
     if is_main:
         screen.line(session.describe(), "dim")
-    done = _run(session, run.out if is_main else None)
+    with progress.training(session.evaluation) as on_progress, _stop_on_signals(session.trainer):
+        session.trainer.on_progress = on_progress
+        done = session.run()
     if not is_main:
         return
     if not done.iteration:
@@ -187,22 +189,6 @@ def _report_no_update(out: Path, phase: str) -> None:
     screen.line(f"stopped before the first update ({phase or 'starting'}): {kept}", "yellow")
 
 
-def _run(session: Session, out: Path | None) -> Progress:
-    """Train until the end or a signal, and log to TensorBoard in ``out``."""
-    with ExitStack() as stack:
-        listeners = [stack.enter_context(progress.training(session.evaluation))]
-        stack.enter_context(_stop_on_signals(session.trainer))
-        if out is not None:
-            listeners.append(stack.enter_context(closing(TensorBoardLog(out))))
-
-        def on_progress(step: Progress) -> None:
-            for listener in listeners:
-                listener(step)
-
-        session.trainer.on_progress = on_progress
-        return session.run()
-
-
 @contextmanager
 def _stop_on_signals(trainer: Trainer) -> Iterator[None]:
     """Ctrl-C and SIGTERM end the run after the present iteration, with a checkpoint; a second one ends it at once."""
@@ -219,25 +205,6 @@ def _stop_on_signals(trainer: Trainer) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-class TensorBoardLog:
-    """Writes the metrics of a ``Trainer`` into ``out/tensorboard``."""
-
-    def __init__(self, out: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(out / "tensorboard"))
-
-    def __call__(self, step: Progress) -> None:
-        for name, value in step.metrics.items():
-            tags = {f"{name}/{i}": x for i, x in enumerate(value)} if isinstance(value, list) else {name: value}
-            for tag, number in tags.items():
-                if tag != "iteration":
-                    self._writer.add_scalar(tag, number, step.iteration)
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 def draw_curves(out: Path) -> Path:

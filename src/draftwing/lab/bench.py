@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import draftwing
 from draftwing.accept import get_rule
 from draftwing.cpu.library import get_kernel
-from draftwing.errors import CheckpointError, ConfigError, UnsupportedError, shown
+from draftwing.errors import CheckpointError, ConfigError, shown
 from draftwing.formats.gguf_folder import LINK
 from draftwing.formats.identity import hash_blocks
 from draftwing.lab.bench_sets import Question, QuestionSet
@@ -27,8 +27,8 @@ from draftwing.lab.compare import first_difference, promise_of
 from draftwing.lab.machine import describe_machine, describe_target
 from draftwing.lm import LM, Generation
 from draftwing.sampling import Sampling
-from draftwing.sampling_options import nth_seed
-from draftwing.storage import RecordFile, locked, parse_json
+from draftwing.sampling_options import model_settings, nth_seed
+from draftwing.storage import RecordFile, locked
 
 FILE = "records.jsonl"
 _WARM_UP_TOKENS = 16
@@ -37,16 +37,6 @@ _SAMPLING_SETTINGS: dict[str, Callable[[str], float]] = {
     "top_k": int,
     "min_p": float,
     "repetition_penalty": float,
-}
-# Unsupported settings of a generation_config.json that change the distribution, with the values that do not.
-_UNSUPPORTED = {
-    "typical_p": (None, 1, 1.0),
-    "epsilon_cutoff": (None, 0, 0.0),
-    "eta_cutoff": (None, 0, 0.0),
-    "no_repeat_ngram_size": (None, 0),
-    "bad_words_ids": (None,),
-    "suppress_tokens": (None,),
-    "guidance_scale": (None, 1, 1.0),
 }
 _DIGEST_BLOCKS = 256  # blocks of a weight file that its digest reads
 
@@ -97,7 +87,12 @@ def name_of_sampling(sampling: Sampling) -> str:
 def parse_sampling(text: str, folder: Path) -> Sampling:
     """Parse ``0``, ``1``, ``0.2,top_p=0.9`` or ``model``: the ``generation_config.json`` in the target's folder."""
     if text.strip() == "model":
-        return _read_model_sampling(folder / "generation_config.json")
+        if not (found := model_settings(folder)):
+            raise ConfigError(
+                f"{folder}: the model's generation_config.json has no sampling settings: leave out --temperature "
+                f"model, or give settings, such as --temperature 0.6,top_p=0.9"
+            )
+        return Sampling(**{"temperature": 1.0, **found})
     first, *rest = (part.strip() for part in text.split(","))
     pairs = [part.partition("=")[::2] for part in rest]
     try:
@@ -109,30 +104,6 @@ def parse_sampling(text: str, folder: Path) -> Sampling:
             f"{', '.join(_SAMPLING_SETTINGS)}), or model, found {shown(text)}"
         ) from None
     return Sampling(temperature=temperature, **settings)
-
-
-def _read_model_sampling(file: Path) -> Sampling:
-    try:
-        config = parse_json(file.read_bytes()) if file.exists() else {}
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: not readable as JSON ({error}): download it again") from error
-    config = config if isinstance(config, dict) else {}
-    for name, neutral in _UNSUPPORTED.items():
-        if config.get(name) not in neutral:
-            raise UnsupportedError(
-                f"{file}: the model's sampling has {name} {shown(config[name])}, which is not supported: leave out "
-                f"--temperature model"
-            )
-    names = ("temperature", *_SAMPLING_SETTINGS)
-    settings: dict[str, Any] = {name: config[name] for name in names if config.get(name) is not None}
-    if settings.get("top_k") == 0:  # transformers: no limit
-        del settings["top_k"]
-    if not settings or config.get("do_sample") is False:
-        raise ConfigError(
-            f"{file}: the model has no sampling settings: leave out --temperature model, or give settings, such as "
-            f"--temperature 0.6,top_p=0.9"
-        )
-    return Sampling(**{"temperature": 1.0, **settings})
 
 
 # --- settings --------------------------------------------------------------------------------------------------------
@@ -208,7 +179,7 @@ class Journal:
         self.methods: dict[str, dict[str, Any]] = {}
         self.answers: dict[Unit, list[dict[str, Any]]] = {}
         self.skipped: dict[Unit, dict[str, Any]] = {}
-        self._file = RecordFile(folder / FILE, "bench")
+        self._file = RecordFile(folder / FILE)
         self._file.load(self._take)
 
     def done(self, unit: Unit) -> set[str]:

@@ -1,4 +1,4 @@
-"""Forecast a head's tau and speedup for any tree: from statistics of held-out texts, or with the papers' formulas.
+"""Forecast a head's tau and speedup for any tree, from statistics of held-out texts.
 
 At each position of a text that the target wrote, the drafter grows one large *reference tree*. The statistics keep what
 decides whether another tree would have held the next tokens: which child of its parent each of them was, and how many
@@ -8,19 +8,18 @@ that hard positions come in runs.
 
 The file in the head's folder has some tens of kilobytes, and reading it needs no model.
 
-Shape suffixes: T texts, P positions of all texts in order, E nodes on the texts' own paths, L levels, K thresholds,
-N nodes of a reference tree.
+Shape suffixes: T texts, P positions of all texts in order, E nodes on the texts' own paths, L levels, N nodes of a
+reference tree.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import math
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,6 @@ from draftwing.decode import Decoder
 from draftwing.engine import Engine
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.formats.identity import head_id
-from draftwing.lab.compare import compare
-from draftwing.lm import LM
 from draftwing.methods.base import Budget, Drafter
 from draftwing.models.context import Context, TargetOutput
 from draftwing.models.target import Target
@@ -42,26 +39,14 @@ from draftwing.request import Request
 from draftwing.runtime.tree_builder import static_levels
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.storage import check_regular, replacing, writing
-from draftwing.text.prompts import Prompt
 from draftwing.tree import PAD, Accepted, DraftTree
 
 FILE = "held_out.npz"  # in a head's folder
 DEPTH, WIDTH = 10, 10  # the reference tree
 REFERENCE = Budget(DEPTH, WIDTH, nodes=WIDTH + (DEPTH - 1) * WIDTH * WIDTH)  # keeps every node that it scores
-# Probabilities of a path above which nodes are counted: the automatic budget's trees are made of such nodes.
-THRESHOLDS = (0.6, 0.4, 0.25, 0.16, 0.1, 0.06, 0.04, 0.025)
-AUTO_CHILDREN = 4  # children of a node in trees of the automatic budget (``budget.planner``)
-PER_OCTAVE = 8  # resolution of a probability as one byte
 TOKENS, MAX_BATCH = 128, 16  # tokens per collected text, and texts that are decoded at once
-_FORMAT = {"format": 1, "depth": DEPTH, "width": WIDTH, "thresholds": list(THRESHOLDS)}
+_FORMAT = {"format": 1, "depth": DEPTH, "width": WIDTH}
 _MAX_FILE_BYTES = 64 * 2**20  # far more than any collection writes
-
-
-def quantised(probs: np.ndarray) -> np.ndarray:
-    """Store probabilities as bytes: 0 is certain, and ``PER_OCTAVE`` more is half as likely."""
-    with np.errstate(divide="ignore"):
-        values: np.ndarray = np.clip(np.round(-PER_OCTAVE * np.log2(probs)), 0, 255).astype(np.uint8)
-    return values
 
 
 # --- statistics ------------------------------------------------------------------------------------------------------
@@ -75,16 +60,12 @@ class ForecastTexts:
     stopped: np.ndarray  # (T,) bool: the text ended by itself, so that no step emits more
     found: np.ndarray  # (P,) uint8: how many of a position's next tokens the reference tree has as one path
     ranks: np.ndarray  # (E,) uint8: which child of its parent each node of these paths is
-    chances: np.ndarray  # (E,) uint8: the draft probability of the path to it, ``quantised``
     likelier: np.ndarray  # (E, L) uint8: nodes of each level that are likelier, or as likely and first in the tree
-    sizes: np.ndarray  # (P, K) uint8: nodes whose path is more probable than each of ``THRESHOLDS``
-    levels: np.ndarray  # (P, K) uint8: the deepest level of those
 
     def __post_init__(self) -> None:
         texts, positions, nodes = len(self.lengths), len(self.found), len(self.ranks)
         shapes: dict[str, tuple[int, ...]] = {"lengths": (texts,), "stopped": (texts,), "found": (positions,)}
-        shapes |= {"ranks": (nodes,), "chances": (nodes,), "likelier": (nodes, DEPTH)}
-        shapes |= dict.fromkeys(("sizes", "levels"), (positions, len(THRESHOLDS)))
+        shapes |= {"ranks": (nodes,), "likelier": (nodes, DEPTH)}
         for name, shape in shapes.items():
             value = getattr(self, name)
             dtype = np.dtype({"lengths": np.int32, "stopped": np.bool_}.get(name, np.uint8))
@@ -215,23 +196,17 @@ class HeldOut:
 #
 # A step with a chain or static tree accepts a text's next tokens while the ranks of their path are in the tree. With a
 # dynamic tree, each node must be among the ``width`` best nodes of its level (else it has no children) and the
-# ``nodes`` best nodes of the tree. With ``auto``, the probability of the path must be above a threshold, which
-# approximates trees that grow while a node is worth its cost. The others are exact on the collected texts, except for
-# nodes of static trees that the reference tree lacks, and for dynamic trees narrower than it, whose tau is slightly too
-# small.
+# ``nodes`` best nodes of the tree. Both are exact on the collected texts, except for nodes of static trees that the
+# reference tree lacks, and for dynamic trees narrower than it, whose tau is slightly too small.
 
 
 @dataclass(frozen=True)
 class Walk:
-    """The steps that decoding would take: (T,) tokens emitted and target forwards (``steps``) of each text.
+    """The steps that decoding would take."""
 
-    ``nodes`` verified besides the root and ``levels`` drafted are means over all steps.
-    """
-
-    tokens: np.ndarray
-    steps: np.ndarray
-    nodes: float
-    levels: float
+    tokens: np.ndarray  # (T,) tokens emitted for each text
+    steps: np.ndarray  # (T,) target forwards
+    nodes: int  # verified in each step besides the root
 
     @property
     def tau(self) -> float:
@@ -255,16 +230,7 @@ def walk(texts: ForecastTexts, budget: Budget) -> Walk:
         )
     num_scored = budget.width + max(budget.depth - 1, 0) * budget.width**2
     nodes = len(budget.shape()) if budget.nodes is None else min(budget.nodes, num_scored)
-    return Walk(*_steps(texts, accepted(texts, budget))[1:], float(nodes), float(budget.depth))
-
-
-def walk_above(texts: ForecastTexts, index: int) -> Walk:
-    """Walk with trees of all nodes whose path is more probable than ``THRESHOLDS[index]``."""
-    above = texts.chances < quantised(np.array([THRESHOLDS[index]]))[0]
-    visited, tokens, steps = _steps(texts, texts.prefixes(above & texts.is_scored(AUTO_CHILDREN)))
-    # One level more is drafted, to find that none of its nodes is above the threshold.
-    levels = np.minimum(texts.levels[visited, index].astype(np.float64) + 1, DEPTH)
-    return Walk(tokens, steps, float(texts.sizes[visited, index].mean()), float(levels.mean()))
+    return Walk(*_steps(texts, accepted(texts, budget)), nodes)
 
 
 def accepted(texts: ForecastTexts, budget: Budget) -> np.ndarray:
@@ -284,19 +250,18 @@ def accepted(texts: ForecastTexts, budget: Budget) -> np.ndarray:
     return np.array(counts, dtype=np.int64)
 
 
-def _steps(texts: ForecastTexts, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the positions at which steps start, and (T,) tokens and steps of each text."""
-    visited: list[int] = []
+def _steps(texts: ForecastTexts, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (T,) tokens and steps of each text."""
     tokens, steps, start, num_accepted = [], [], 0, counts.tolist()
     for length, stopped in zip(texts.lengths.tolist(), texts.stopped.tolist(), strict=True):
-        position, before = 0, len(visited)
+        position = num_steps = 0
         while position < length:
-            visited.append(start + position)
             position += num_accepted[start + position] + 1
+            num_steps += 1
         tokens.append(length if stopped else position)  # a text that did not stop continues beyond its last position
-        steps.append(len(visited) - before)
+        steps.append(num_steps)
         start += length
-    return np.array(visited), np.array(tokens), np.array(steps)
+    return np.array(tokens), np.array(steps)
 
 
 # --- collection ------------------------------------------------------------------------------------------------------
@@ -355,16 +320,13 @@ def statistics(texts: Iterable[WrittenText]) -> ForecastTexts:
         columns["stopped"].append(stopped)
         for position, tree in enumerate(trees):
             _add_position(columns, tree, tokens[position : position + DEPTH])
-    shapes = {"likelier": (DEPTH,), "sizes": (len(THRESHOLDS),), "levels": (len(THRESHOLDS),)}
-    counts = {
-        name: np.minimum(np.array(columns[name], dtype=np.int64).reshape(-1, *shapes.get(name, ())), 255)
-        for name in ("found", "ranks", "likelier", "sizes", "levels")
-    }
+    counts = {name: np.minimum(np.array(columns[name], dtype=np.int64), 255) for name in ("found", "ranks", "likelier")}
     return ForecastTexts(
         lengths=np.array(columns["lengths"], dtype=np.int32),
         stopped=np.array(columns["stopped"], dtype=np.bool_),
-        chances=quantised(np.array(columns["chances"], dtype=np.float64)),
-        **{name: values.astype(np.uint8) for name, values in counts.items()},
+        found=counts["found"].astype(np.uint8),
+        ranks=counts["ranks"].astype(np.uint8),
+        likelier=counts["likelier"].reshape(-1, DEPTH).astype(np.uint8),
     )
 
 
@@ -383,12 +345,8 @@ def _add_position(columns: dict[str, list[Any]], tree: ReferenceTree, next_token
         chance = tree.chances[node]
         likelier = used & ((tree.chances > chance) | ((tree.chances == chance) & (index < node)))
         columns["ranks"].append(int(ranks[0]))
-        columns["chances"].append(float(chance))
         columns["likelier"].append(np.bincount(depths[likelier], minlength=DEPTH + 1)[1:])
     columns["found"].append(length)
-    above = used[:, None] & (tree.chances[:, None] > np.array(THRESHOLDS))
-    columns["sizes"].append(above.sum(0))
-    columns["levels"].append((above * depths[:, None]).max(0))
 
 
 def collect(
@@ -460,91 +418,30 @@ def fitting(prompts: Sequence[Sequence[int]], target: Target, num_tokens: int = 
 class Forecast:
     """The forecast for one tree at one temperature."""
 
-    tree: str  # as the user named it; ``auto`` is the automatic budget, which is only approximated
+    tree: str  # as the user named it
     temperature: float
     tau: float
     # tau_low, tau_high: 95% interval over texts
     tau_low: float
     tau_high: float
-    # nodes, levels: means over steps
-    nodes: float
-    levels: float
-    speedup: float | None = None  # over the baseline at batch 1, if the machine's costs are known
-    measured_tau: float | None = None
-    measured_speedup: float | None = None
-
-    @property
-    def error(self) -> float | None:
-        """Forecast tau over measured tau, minus 1."""
-        return None if self.measured_tau is None else self.tau / self.measured_tau - 1
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "error": self.error}
+    nodes: int  # verified in each step besides the root
+    speedup: float | None  # over the baseline at batch 1, if the machine's costs are known
 
 
 def forecast(
-    held_out: HeldOut, trees: Mapping[str, Budget | None], temperatures: Sequence[float], costs: Costs | None = None
+    held_out: HeldOut, trees: Mapping[str, Budget], temperatures: Sequence[float], costs: Costs | None = None
 ) -> list[Forecast]:
-    """Forecast every tree (by name; None is the automatic budget) at every temperature."""
+    """Forecast every tree, by name, at every temperature."""
     forecasts = []
     for temperature in temperatures:
         texts = held_out.at(temperature)
         for name, budget in trees.items():
-            speedup = None
-            if budget is not None:
-                steps = walk(texts, budget)
-                if costs is not None:
-                    speedup = _speedup(steps, _effort(budget, costs), costs, held_out.context)
-            elif costs is None:
-                raise ConfigError("what the automatic budget drafts follows from a machine's costs: name trees instead")
-            else:
-                walks = [walk_above(texts, index) for index in range(len(THRESHOLDS))]
-                speedups = [_speedup(one, one.levels, costs, held_out.context) for one in walks]
-                speedup = max(speedups)
-                steps = walks[speedups.index(speedup)]
-            low, high = steps.interval()
-            forecasts.append(Forecast(name, temperature, steps.tau, low, high, steps.nodes, steps.levels, speedup))
+            steps, speedup = walk(texts, budget), None
+            if costs is not None:  # tokens of a step over its time in steps of the baseline
+                verify, baseline = (costs.verify_seconds(count, 1, held_out.context) for count in (steps.nodes + 1, 1))
+                speedup = steps.tau * baseline / (verify + costs.draft_seconds(_effort(budget, costs)))
+            forecasts.append(Forecast(name, temperature, steps.tau, *steps.interval(), steps.nodes, speedup))
     return forecasts
-
-
-def measured(
-    forecasts: Sequence[Forecast],
-    lm: LM,
-    trees: Mapping[str, Budget | None],
-    prompts: Sequence[Prompt],
-    sampling: Sampling,
-    *,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Forecast]:
-    """Decode the prompts with every tree in turn (see ``compare``), and add the measurements to the forecasts."""
-    lms = [LM(lm.target, lm.tokenizer), *(_with_budget(lm, budget) for budget in trees.values())]
-    temperatures = list(dict.fromkeys(one.temperature for one in forecasts))
-    results: dict[tuple[str, float], tuple[float, float]] = {}
-    for number, temperature in enumerate(temperatures):
-
-        def report(done: int, total: int, before: int = number) -> None:
-            on_progress(before * total + done, total * len(temperatures))
-
-        comparison = compare(lms, prompts, replace(sampling, temperature=temperature), on_progress=report)
-        for name, method in zip(trees, comparison.methods[1:], strict=True):
-            results[name, temperature] = method.tau, method.speedup
-    added = []
-    for one in forecasts:
-        tau, speedup = results[one.tree, one.temperature]
-        added.append(replace(one, measured_tau=tau, measured_speedup=speedup))
-    return added
-
-
-def _with_budget(lm: LM, budget: Budget | None) -> LM:
-    return LM(lm.target, lm.tokenizer, lm.new_drafter, lm.rule, budget, lossless=lm.lossless)
-
-
-def _speedup(steps: Walk, effort: float, costs: Costs, context: float) -> float:
-    """Return the tokens of a step over its time in steps of the baseline, interpolated between whole nodes."""
-    low = int(steps.nodes)
-    verify = [costs.verify_seconds(low + 1 + more, 1, context) for more in (0, 1)]
-    seconds = verify[0] + (steps.nodes - low) * (verify[1] - verify[0]) + costs.draft_seconds(effort)
-    return steps.tau * costs.verify_seconds(1, 1, context) / seconds
 
 
 def _effort(budget: Budget, costs: Costs) -> float:
@@ -554,170 +451,3 @@ def _effort(budget: Budget, costs: Costs) -> float:
         widths = [1, *(len(level.expanded) for level in static_levels(budget.paths)[:-1])]
         return sum(1 + (width - 1) * share for width in widths)
     return min(budget.depth, 1) + max(budget.depth - 1, 0) * (1 + (budget.width - 1) * share)
-
-
-# --- formulas --------------------------------------------------------------------------------------------------------
-
-
-def predict(
-    lm: LM,
-    prompts: Sequence[Prompt],
-    sampling: Sampling,
-    gammas: Sequence[int] = (1, 2, 3, 5, 8),
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> dict[str, Any]:
-    """Compare the papers' formulas with measurements for chains of each length, and measure the automatic budget.
-
-    Returns:
-        JSON values: ``alpha`` (acceptance of a drafted token over all prompts), ``c`` (time of a draft step over that
-        of a target forward), ``pays`` (alpha > c), ``best_gamma`` (by the paper's formula), ``auto`` (measured speedup
-        and tau of the automatic budget), and for each of ``chains``
-
-        - ``tau_predicted`` and ``tau``: (1 - alpha^(gamma + 1)) / (1 - alpha), and measured.
-        - ``paper``: speedup by Leviathan et al. (2211.17192), who assume that verification costs one step of the
-          baseline.
-        - ``measured_costs``: speedup from the measured times of drafting and verification (MagicDec's form).
-        - ``speedup``: measured.
-        - ``operations``, ``memory``: arithmetic and reads of the target's weights per token, over the baseline's.
-        - ``inflection``: tokens of context from which such chains are faster; None if they never are.
-
-    """
-    if not lm.drafter.drafts:
-        raise ConfigError("there is nothing to predict without a drafter: give one with --draft")
-    costs = lm.costs()
-    lms = [LM(lm.target, lm.tokenizer), *(_with_budget(lm, Budget(gamma)) for gamma in gammas), _with_budget(lm, None)]
-    comparison = compare(lms, prompts, sampling, on_progress=on_progress)
-    base, *methods, auto = comparison.methods
-    alpha = min(_pooled(methods[-1].alpha), 1.0)
-    # Weights that a draft step multiplies with, over those of a target forward; 0 for lookup.
-    c, ratio = draft_ratio(costs), lm.drafter.num_bytes / lm.target.num_weight_bytes
-    chains = []
-    for gamma, method in zip(gammas, methods, strict=True):
-        inflection = inflection_length(costs, alpha, gamma)
-        chains.append(
-            {
-                "gamma": gamma,
-                "tau_predicted": expected_tokens(alpha, gamma),
-                "tau": method.tau,
-                "paper": predicted_speedup(alpha, gamma, c),
-                "measured_costs": measured_speedup(costs, alpha, gamma),
-                "speedup": method.speedup,
-                "operations": operations_factor(alpha, gamma, ratio),
-                "memory": memory_factor(alpha, gamma),
-                "inflection": inflection if inflection < math.inf else None,
-            }
-        )
-    return {
-        "drafter": lm.drafter_name,
-        "alpha": alpha,
-        "c": c,
-        "pays": alpha > c,
-        "best_gamma": best_gamma(alpha, c),
-        "chains": chains,
-        "auto": {"speedup": auto.speedup, "tau": auto.tau},
-        "plain_tokens_per_s": base.tokens_per_s,
-        "costs": costs.to_dict(),
-        "machine": comparison.machine,
-    }
-
-
-def describe_costs(costs: Costs) -> dict[str, Any]:
-    """Summarise measured costs for people."""
-    plain = costs.verify_seconds(1)
-    nodes = [int(count) for count, _ in costs.verify.knots if count > 1]
-    return {
-        "plain_step_ms": round(1e3 * plain, 2),
-        "verify_of_plain": "  ".join(f"{n}: {costs.verify_seconds(n) / plain:.2f}" for n in nodes),
-        **({"draft_step_of_plain": round(draft_ratio(costs), 3)} if costs.chain.knots else {}),
-        "us_per_token_of_context": round(1e6 * costs.per_token, 2),
-    }
-
-
-def _pooled(alpha: Sequence[float]) -> float:
-    """Average acceptance over depths, each weighted by how often it was reached."""
-    reached, taken, weight = 0.0, 0.0, 1.0
-    for share in alpha:
-        reached += weight
-        weight *= share
-        taken += weight
-    return taken / reached if reached else 0.0
-
-
-# --- formulas --------------------------------------------------------------------------------------------------------
-#
-#     T_V(n)  a target forward over n nodes, with everything after it    alpha   chance that a drafted token is accepted
-#     T_T     a baseline step, T_V(1)                                    gamma   tokens drafted per step, in a chain
-#     T_D     one level of drafting; c = T_D / T_T                       tau     tokens emitted per target forward
-#
-# Leviathan et al. (2211.17192) for costs as a ratio c, MagicDec (2408.11049) for measured T_V.
-
-
-def _check(alpha: float, gamma: float, c: float = 0.0) -> None:
-    if not 0 <= alpha <= 1 or gamma < 0 or not c >= 0:
-        raise ConfigError(
-            f"the cost model needs alpha in [0, 1], gamma and c >= 0; found alpha={alpha}, gamma={gamma}, c={c}"
-        )
-
-
-def expected_tokens(alpha: float, gamma: int) -> float:
-    """Tokens per target forward with a chain: (1 - alpha^(gamma + 1)) / (1 - alpha) (2211.17192, eq. 1)."""
-    _check(alpha, gamma)
-    return float(gamma + 1) if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
-
-
-def predicted_speedup(alpha: float, gamma: int, c: float) -> float:
-    """Speedup of chains over the baseline if T_V is T_T (2211.17192, theorem 3.8), where c is T_D / T_T."""
-    _check(alpha, gamma, c)
-    return expected_tokens(alpha, gamma) / (gamma * c + 1)
-
-
-def best_gamma(alpha: float, c: float, upto: int = 64) -> int:
-    """The chain length of the highest predicted speedup if verification is free; 0 if none gains (alpha <= c)."""
-    _check(alpha, upto, c)
-    if alpha <= c:  # corollary 3.9; not left to the last bit of equal speedups
-        return 0
-    return max(range(upto + 1), key=lambda gamma: (predicted_speedup(alpha, gamma, c), -gamma))
-
-
-def operations_factor(alpha: float, gamma: int, c_operations: float) -> float:
-    """Arithmetic per token over the baseline's (2211.17192, theorem 3.11); ``c_operations``: that of a draft step."""
-    _check(alpha, gamma, c_operations)
-    return (gamma * c_operations + gamma + 1) / expected_tokens(alpha, gamma)
-
-
-def memory_factor(alpha: float, gamma: int) -> float:
-    """Reads of the target's weights per token relative to the baseline: 1 / tau (2211.17192, section 3.4)."""
-    return 1 / expected_tokens(alpha, gamma)
-
-
-def draft_ratio(costs: Costs) -> float:
-    """c = T_D / T_T: the time of one more level of drafting, relative to a baseline step."""
-    return costs.level_seconds / costs.verify(1)
-
-
-def measured_speedup(costs: Costs, alpha: float, gamma: int, rows: int = 1, context: float | None = None) -> float:
-    """Speedup of chains of ``gamma`` over the baseline, by the measured times (2408.11049)."""
-    spent = costs.draft_seconds(gamma, 1, rows) + costs.verify_seconds(gamma + 1, rows, context)
-    return expected_tokens(alpha, gamma) * costs.verify_seconds(1, rows, context) / spent
-
-
-def inflection_length(costs: Costs, alpha: float, gamma: int, rows: int = 1, *, view: int | None = None) -> float:
-    """Context length from which chains of ``gamma`` gain (MagicDec 2408.11049, section 3).
-
-    With longer contexts reading the KV cache, once for all nodes, dominates, and T_V / T_T falls towards 1.
-
-    Args:
-        view: slots that a self-drafting target attends to: a draft step then costs a baseline step of that length.
-            None: as measured.
-
-    Returns:
-        0 if they gain from the start, infinity if they never do.
-    """
-    tokens = expected_tokens(alpha, gamma)
-    draft = costs.draft_seconds(gamma, 1, rows) if view is None else gamma * costs.verify_seconds(1, rows, view)
-    loss = draft + costs.verify_seconds(gamma + 1, rows, 0) - tokens * costs.verify_seconds(1, rows, 0)  # per step
-    if loss <= 0 and view is None:
-        return 0.0
-    gain = (tokens * costs.token_seconds(1) - costs.token_seconds(gamma + 1)) * rows  # per token of context
-    length = loss / gain if gain > 0 else math.inf
-    return length if view is None else max(length, float(view))

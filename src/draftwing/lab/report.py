@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from draftwing.budget.costs import Costs
 from draftwing.cpu.library import kernel_problem
 from draftwing.dialogue import figures
 from draftwing.formats.gguf_weights import open_weights
@@ -19,13 +20,10 @@ from draftwing.models.config import read_config
 from draftwing.models.lean import LeanTarget
 from draftwing.models.target import Target
 from draftwing.sampling import Sampling
-from draftwing.text.grammar import GrammarLike
 
 
-def record(
-    done: Generation, plain: LM | None, sampling: Sampling, grammar: GrammarLike | None = None
-) -> dict[str, Any]:
-    """Return the values that ``--json`` prints; ``plain``, the baseline, then decodes the prompt for comparison."""
+def record(done: Generation) -> dict[str, Any]:
+    """Return the values that ``generate --json`` prints."""
     stats = done.stats
     values: dict[str, Any] = {
         "text": done.text,
@@ -38,15 +36,6 @@ def record(
     }
     if done.logprobs is not None:
         values["logprobs"] = [asdict(logprob) for logprob in done.logprobs]
-    if plain is not None:
-        (base,) = plain.generate([done.prompt_ids], sampling, seed=done.seed, grammar=grammar)
-        speedup = stats.tokens_per_s / base.stats.tokens_per_s
-        values["plain"] = {
-            "tokens_per_s": base.stats.tokens_per_s,
-            "speedup": speedup,
-            "efficiency": speedup / done.tau,
-            "identical": base.token_ids == done.token_ids,
-        }
     return values
 
 
@@ -89,6 +78,18 @@ def describe_lm(lm: LM) -> dict[str, dict[str, Any]]:
             "chat_template": lm.tokenizer.has_chat_template,
         },
         "drafter": about_drafter,
+    }
+
+
+def describe_costs(costs: Costs) -> dict[str, Any]:
+    """Summarise what drafts and their verification cost, in milliseconds and shares of a baseline step."""
+    plain = costs.verify_seconds(1)
+    nodes = [int(count) for count, _ in costs.verify.knots if count > 1]
+    return {
+        "plain_step_ms": round(1e3 * plain, 2),
+        "verify_of_plain": "  ".join(f"{n}: {costs.verify_seconds(n) / plain:.2f}" for n in nodes),
+        **({"draft_step_of_plain": round(costs.level_seconds / plain, 3)} if costs.chain.knots else {}),
+        "us_per_token_of_context": round(1e6 * costs.per_token, 2),
     }
 
 

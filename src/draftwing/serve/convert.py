@@ -14,11 +14,10 @@ from draftwing.limits import AtMost
 from draftwing.lm import LM
 from draftwing.methods.base import Budget, cut_to_nodes
 from draftwing.sampling import Sampling
-from draftwing.sampling_options import nth_seed
+from draftwing.sampling_options import model_settings, nth_seed
 from draftwing.serve.errors import Refusal, refusal_for
 from draftwing.serve.models import ChatBody, CompletionBody, Speculation
 from draftwing.serve.tool_calls import CLOSE, OPEN
-from draftwing.storage import read_json
 from draftwing.text.grammar import Grammar
 from draftwing.text.prompts import join_parts
 
@@ -55,22 +54,13 @@ class Defaults:
     @classmethod
     def for_model(cls, lm: LM, engine: Engine, max_tokens: int | None = None, max_nodes: int = 64) -> Defaults:
         """Read the sampling defaults from the model's ``generation_config.json``; without one, temperature is 1."""
-        sampling: dict[str, Any] = {"temperature": 1.0}
         folder = getattr(lm.target, "folder", None)
-        file = None if folder is None else folder / "generation_config.json"
-        if file is not None and file.exists():
-            config = read_json(file)  # valid JSON: ``load`` has read it
-            top_k = config.get("top_k")
-            if isinstance(top_k, float) and top_k.is_integer():
-                config["top_k"] = top_k = int(top_k)
-            if top_k in (0, -1):  # all tokens, in transformers and in vLLM
-                del config["top_k"]
-            names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-            sampling |= {name: config[name] for name in names if config.get(name) is not None}
+        sampling = {"temperature": 1.0, **(model_settings(folder) if folder is not None else {})}
         try:
             Sampling(**sampling)
         except SamplingError as error:
-            raise SamplingError(f"{file}: {error}: correct it, or remove it for the default") from error
+            where = f"{folder}/generation_config.json"
+            raise SamplingError(f"{where}: {error}: correct it, or remove it for the default") from error
         return cls(engine.room_for, sampling, max_tokens, max_nodes)
 
 

@@ -108,8 +108,7 @@ class BatchAnswerer:
         unknown = answered - {task.id for task in tasks}
         if answered and unknown == answered:
             raise DataError(
-                f"the {len(answered)} answers belong to no prompt of the data: give --data, --prompt-tokens and "
-                f"--per-document as for --write-batch"
+                f"the {len(answered)} answers belong to no prompt of the data: give --data as for --write-batch"
             )
         return len(unknown)
 

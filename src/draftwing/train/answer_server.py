@@ -9,7 +9,9 @@ import random
 import threading
 import urllib.error
 import urllib.request
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -65,57 +67,41 @@ class ServerAnswerer:
         self.gone: list[str] = []  # errors of servers that stopped answering while others continued
 
     def answer(self, tasks: Iterable[Task]) -> Iterator[AnsweredTask]:
-        waiting, lock, stopping = iter(tasks), threading.Lock(), threading.Event()
+        waiting, stopping = deque(tasks), threading.Event()
         results: queue.Queue[AnsweredTask | Exception | None] = queue.Queue()  # None: a thread has ended
-        free: queue.Queue[_Server] = queue.Queue()  # each server once for every request that it can take
-        running = [_Server(url, *self._settings, stopping) for url in self._urls]
-        num_threads = self._num_parallel * len(running)
-        for number in range(num_threads):
-            free.put(running[number % len(running)])
-        self.gone = []
+        servers = [_Server(url, *self._settings, stopping) for url in self._urls]
 
-        def work() -> None:
-            try:
-                while not stopping.is_set():
-                    with lock:
-                        task = next(waiting, None)
-                    if task is None:
-                        break
-                    results.put(answer_anywhere(task))
-            except Exception as error:  # raised again in the calling thread
-                results.put(error)
+        def work(server: _Server) -> None:
+            with suppress(IndexError):  # no task is left
+                while not (stopping.is_set() or server.problem):
+                    task = waiting.popleft()
+                    try:
+                        results.put(self._answer(task, server))
+                    except _GoneError as error:
+                        waiting.append(task)
+                        server.problem = str(error)
+                    except Exception as error:  # raised again in the calling thread
+                        results.put(error)
             results.put(None)
 
-        def answer_anywhere(task: Task) -> AnsweredTask:
-            while True:
-                server = free.get()
-                try:
-                    if server in running:
-                        return self._answer(task, server)
-                except _GoneError as error:
-                    with lock:
-                        if server in running:
-                            running.remove(server)
-                            self.gone.append(str(error))
-                finally:
-                    if server in running or not running:
-                        free.put(server)
-                if not running:
-                    raise DataError(self.gone[-1])
-
-        # Daemons: after Ctrl-C, requests that may take minutes do not delay the exit.
-        threads = [threading.Thread(target=work, daemon=True) for _ in range(num_threads)]
         try:
-            for thread in threads:
-                thread.start()
-            while num_threads:
-                result = results.get()
-                if isinstance(result, Exception):
-                    raise result
-                if result is None:
-                    num_threads -= 1
-                else:
-                    yield result
+            # Again, if a server has returned its tasks after the threads of the others have ended.
+            while waiting and (running := [server for server in servers if not server.problem]):
+                num_threads = self._num_parallel * len(running)
+                for number in range(num_threads):
+                    # Daemons: after Ctrl-C, requests that may take minutes do not delay the exit.
+                    threading.Thread(target=work, args=(running[number % len(running)],), daemon=True).start()
+                while num_threads:
+                    result = results.get()
+                    if isinstance(result, Exception):
+                        raise result
+                    if result is None:
+                        num_threads -= 1
+                    else:
+                        yield result
+            self.gone = [server.problem for server in servers if server.problem]
+            if waiting:
+                raise DataError(self.gone[-1])
         finally:
             stopping.set()
 
@@ -194,6 +180,7 @@ class _Server:
         stopping: threading.Event,
     ) -> None:
         self.url, self._model, self._timeout, self._retries, self._stopping = url, model, timeout, retries, stopping
+        self.problem = ""  # the reason why it is no longer asked
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"

@@ -30,7 +30,7 @@ from draftwing.storage import locked, writing
 from draftwing.text.prompts import Message
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.train.data import DataRecord, bare_tokenizer, find_files, read_records
-from draftwing.train.feature_cache import CacheRow, GrowingCache
+from draftwing.train.feature_cache import CacheRow, GrowingCache, PendingShard
 
 CHARACTERS_PER_TOKEN = 4  # if there is no tokenizer
 RECORD_START = b'{"id": "'  # each line of the output starts with this
@@ -138,48 +138,31 @@ def read_tasks(
     sources: Sequence[str | Path],
     *,
     prompt_tokens: int = 64,
-    per_document: int = 1,
     tokenizer: Tokenizer | None = None,
-    exclude: Path | None = None,
     output: Path | None = None,
     limit: int | None = None,
 ) -> list[Task]:
     """Return every dialogue's prompts and every document's beginning, without duplicates, at most ``limit``.
 
     Args:
-        sources, exclude, output: see ``find_files``.
+        sources, output: see ``find_files``.
         prompt_tokens: of a document's beginning, which is cut back to a line end and at most half of the document.
-        per_document: cut documents at line ends into this number of parts at most, each with its own prompt.
         tokenizer: to count tokens; None counts one for four characters.
     """
-    if prompt_tokens < 1 or per_document < 1:
-        raise ConfigError(
-            f"prompt_tokens and per_document must be at least 1, found {prompt_tokens} and {per_document}"
-        )
+    if prompt_tokens < 1:
+        raise ConfigError(f"prompt_tokens must be at least 1, found {prompt_tokens}")
     bare = bare_tokenizer(tokenizer) if tokenizer is not None else None
     tasks: dict[str, Task] = {}
-    for record in itertools.chain.from_iterable(map(read_records, find_files(sources, exclude, output=output))):
-        for part in _parts(record, per_document, prompt_tokens):
-            task = _make_task(part, prompt_tokens, bare)
-            if task is not None:
-                tasks.setdefault(task.id, task)
+    for record in itertools.chain.from_iterable(map(read_records, find_files(sources, output=output))):
+        task = _make_task(record, prompt_tokens, bare)
+        if task is not None:
+            tasks.setdefault(task.id, task)
         if limit is not None and len(tasks) >= limit:
             break
     if not tasks:
         names = ", ".join(map(public_name, sources))
         raise DataError(f"{names}: there is nothing to answer: give user turns, or documents")
     return list(tasks.values())[:limit]
-
-
-def _parts(record: DataRecord, count: int, prompt_tokens: int) -> list[DataRecord]:
-    """Cut a document into up to ``count`` parts of similar length; a dialogue is one part."""
-    text = record.text or ""
-    count = min(count, len(text) // (2 * CHARACTERS_PER_TOKEN * prompt_tokens))
-    if count < 2:
-        return [record]
-    starts = {0, len(text), *(text.find("\n", len(text) * part // count) + 1 for part in range(1, count))}
-    parts = [text[start:end] for start, end in itertools.pairwise(sorted(starts))]
-    return [replace(record, text=part.strip("\n")) for part in parts if part.strip()]
 
 
 def _make_task(record: DataRecord, prompt_tokens: int, bare: FastTokenizer | None) -> Task | None:
@@ -288,65 +271,50 @@ def read_finished_ids(output: Path) -> set[str]:
         return set(_read_finished(output, file))
 
 
-@dataclass(frozen=True)
-class _Pending:
-    """The next write: ``lines`` to the file from byte ``end`` on, ``rows`` to the cache as shard ``number``."""
-
-    end: int
-    number: int
-    rows: dict[int, CacheRow] = field(default_factory=dict)
-    lines: list[bytes] = field(default_factory=list)
-
-
 class _Output:
     """Writes to the file, and to the cache; a task that is already in one of them is written only to the other.
 
-    ``flush`` may be repeated from its start, and a single assignment completes it, so an interrupt loses nothing and
-    writes nothing twice.
+    ``flush`` may be repeated from its start, so an interrupt loses nothing and writes nothing twice.
     """
 
     def __init__(self, path: Path, file: BinaryIO, finished: Mapping[str, bytes], cache: GrowingCache | None) -> None:
         self._path, self._file, self._finished, self._cache = path, file, finished, cache
-        self._pending = self._next(file.seek(0, 2))
-
-    def _next(self, end: int) -> _Pending:
-        return _Pending(end, 0 if self._cache is None else self._cache.free_number)
+        self._shard = None if cache is None else PendingShard(cache, indexes=True)
+        self._end, self._lines = file.seek(0, 2), list[bytes]()  # the next lines, and the byte at which they belong
 
     def put(self, answer: AnsweredTask) -> None:
         """Add a record, and flush if a shard is full or there is no cache."""
-        pending, task, cache = self._pending, answer.task, self._cache
+        task, cache, shard = answer.task, self._cache, self._shard
         line = (json.dumps(answer.to_dict(), ensure_ascii=False) + "\n").encode("utf-8", "replace")
         old_digest = self._finished.get(task.id)
         if old_digest is not None and old_digest != _digest(json.loads(line)):
             raise self._conflict(task)
-        if cache is not None:
+        if cache is not None and shard is not None:
             if answer.row is None:
                 raise DataError(f"{task.where}: the answer has no hidden states: this answerer does not record them")
             old_row = cache.old_rows.get(task.key)
             if old_row is None:
-                pending.rows[task.key] = answer.row
+                shard.rows[task.key] = answer.row
             elif not np.array_equal(old_row.ids, answer.row.example.ids):
                 raise self._conflict(task)
         if old_digest is None:
-            pending.lines.append(line)
-        if cache is None or not pending.rows:
+            self._lines.append(line)
+        if cache is None or shard is None or not shard.rows:
             self.flush()
-        elif cache.num_bytes_of(pending.rows.values()) >= cache.shard_bytes:
+        elif shard.num_bytes() >= cache.shard_bytes:
             self.flush()
             cache.check_room()
 
     def flush(self) -> None:
         """Write the pending records: the states first, so that no record lacks them."""
-        pending = self._pending
-        if self._cache is not None and pending.rows:
-            self._cache.write(pending.number, pending.rows)
-            self._cache.write_index()
-        content = b"".join(pending.lines)
+        if self._shard is not None:
+            self._shard.write()
+        content = b"".join(self._lines)
         with writing(self._path, DataError, "; then run the same command again: what was finished is kept"):
-            self._file.seek(pending.end)
+            self._file.seek(self._end)
             self._file.write(content)
             self._file.flush()
-        self._pending = self._next(pending.end + len(content))
+        self._lines, self._end = [], self._end + len(content)
 
     def _conflict(self, task: Task) -> DataError:
         return DataError(

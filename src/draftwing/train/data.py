@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -125,22 +124,15 @@ def download_sources(sources: Sequence[str | Path], phase: Phase) -> None:
     download((source for source in sources if DataSet.at(source) is None), phase)
 
 
-def find_files(
-    sources: Sequence[str | Path], exclude: Path | None = None, *, output: Path | None = None
-) -> list[Source]:
+def find_files(sources: Sequence[str | Path], *, output: Path | None = None) -> list[Source]:
     """Find every file of the sources, and the data sets; files of a folder are sorted by their relative names.
 
     ``hf://datasets/org/name`` is a data set, as are the Parquet files of a folder together. Other URLs are copied to
     this machine first (see ``remote``). Folders are read without hidden files and folders, ``__pycache__``, installed
     packages, and ``output``, the file that is being written.
-
-    Args:
-        exclude: a file with one relative name per line to leave out of folders: a file, a folder with a slash at its
-            end, or a pattern with ``*`` (which also matches slashes). Empty lines and ``#`` lines are ignored.
     """
     if not sources:
         raise DataError("there is no source of data: give at least one file or folder")
-    patterns = _read_patterns(exclude)
     output = output and output.resolve()
     files: list[Source] = []
     for given in sources:
@@ -149,9 +141,9 @@ def find_files(
             continue
         source, name = local_copy(given), public_name(given)
         if source.is_dir():
-            inside = [file for file in _walk(source, patterns) if not output or file.path.resolve() != output]
+            inside = [file for file in _walk(source) if not output or file.path.resolve() != output]
             if not inside:
-                raise DataError(f"{name}: this folder has no file to read: check the path and what is excluded")
+                raise DataError(f"{name}: this folder has no file to read: check the path")
             tables = [file.path for file in inside if file.path.suffix.lower() == PARQUET]
             files += [file for file in inside if file.path.suffix.lower() != PARQUET]
             files += [DataSet.of_files(name, tables)] if tables else []
@@ -172,26 +164,14 @@ def find_files(
     return files
 
 
-def _read_patterns(file: Path | None) -> list[str]:
-    if file is None:
-        return []
-    try:
-        lines = [line.strip() for line in file.read_text(encoding="utf-8").split("\n")]
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{file}: the names to exclude cannot be read ({error}): give a UTF-8 file with one name per line"
-        ) from error
-    return [line + "*" if line.endswith("/") else line for line in lines if line and not line.startswith("#")]
-
-
-def _walk(folder: Path, patterns: list[str]) -> Iterator[SourceFile]:
+def _walk(folder: Path) -> Iterator[SourceFile]:
     paths = []
     for root, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS and not name.startswith(".")]
         paths += [Path(root, name) for name in files if not name.startswith(".")]
     for name, path in sorted((path.relative_to(folder).as_posix(), path) for path in paths):
         size = path.stat().st_size if path.is_file() else 0
-        if size and not any(fnmatch(name, line) if "*" in line else name == line for line in patterns):
+        if size:
             yield SourceFile(path, name, size, in_folder=True)
 
 
@@ -334,7 +314,6 @@ class Example:
 
     ids: np.ndarray  # (T,) int32
     mask: np.ndarray  # (T,) bool: True if the prediction of this token counts in the loss; never at 0
-    where: str = ""  # file and line that it was read from; empty if unknown
 
 
 def bare_tokenizer(tokenizer: Tokenizer) -> FastTokenizer:
@@ -376,11 +355,10 @@ class DialogueEncoder:
 
     def encode(self, dialogues: Iterable[DataRecord]) -> list[Example]:
         """Encode the dialogues that have an answer within ``max_length``."""
-        located = [(self._locate(dialogue.messages), dialogue.where) for dialogue in dialogues]
-        kept = [(*turns, where) for turns, where in located if turns is not None]
-        encodings = self.bare.encode_batch([text for text, _, _ in kept], add_special_tokens=False)
-        marked = zip(encodings, kept, strict=True)
-        examples = [Example(*self._mark(encoding, spans), where) for encoding, (_, spans, where) in marked]
+        located = [turns for dialogue in dialogues if (turns := self._locate(dialogue.messages)) is not None]
+        encodings = self.bare.encode_batch([text for text, _ in located], add_special_tokens=False)
+        pairs = zip(encodings, located, strict=True)
+        examples = [Example(*self._mark(encoding, spans)) for encoding, (_, spans) in pairs]
         with_answer = [example for example in examples if example.mask.any()]
         if len(with_answer) < len(examples):
             self.skipped["no room for an answer"] += len(examples) - len(with_answer)
@@ -539,14 +517,13 @@ def read_examples(
     tokenizer: Tokenizer,
     *,
     max_length: int,
-    exclude: Path | None = None,
     on_progress: OnProgress | None = None,
 ) -> Corpus:
     """Read and encode files and folders (``find_files``, ``read_records``); dialogues are cut at ``max_length``."""
     if max_length < 2:
         raise ConfigError(f"max_length must be at least 2 (a token, and one to predict), found {max_length}")
     encoder = DialogueEncoder(tokenizer, max_length)
-    corpus = encode(read_files(find_files(sources, exclude), on_progress), encoder)
+    corpus = encode(read_files(find_files(sources), on_progress), encoder)
     check_not_empty(corpus, encoder, ", ".join(map(public_name, sources)))
     return corpus
 

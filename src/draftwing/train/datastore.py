@@ -26,15 +26,9 @@ class Texts:
     num_files: int  # files that they come from
 
 
-def read_texts(
-    sources: Sequence[str | Path],
-    tokenizer: Tokenizer,
-    *,
-    exclude: Path | None = None,
-    on_progress: OnProgress | None = None,
-) -> Texts:
+def read_texts(sources: Sequence[str | Path], tokenizer: Tokenizer, on_progress: OnProgress | None = None) -> Texts:
     """Read and encode files and folders (see ``find_files``); every message of a dialogue is a text."""
-    files, bare = find_files(sources, exclude), bare_tokenizer(tokenizer)
+    files, bare = find_files(sources), bare_tokenizer(tokenizer)
     texts = (
         text
         for record in read_files(files, on_progress)

@@ -8,10 +8,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,7 +27,7 @@ from draftwing.remote import OnProgress
 from draftwing.sampling import Sampling
 from draftwing.stats import Stats, Step
 from draftwing.text.tokenizer import Tokenizer
-from draftwing.train.data import Corpus, DialogueEncoder, Source, find_files, read_files
+from draftwing.train.data import Corpus, Example
 from draftwing.train.features import FeatureBatch, FeatureSource
 from draftwing.train.loss import Truth, loss_of
 from draftwing.train.options import TrainOptions
@@ -54,13 +52,20 @@ CANDIDATES = 4  # looked at for each stored prompt, since long ones are left out
 
 def validation_prompts(corpus: Corpus, num: int) -> list[list[int]]:
     """Cut up to ``num`` prompts from held-out data: dialogues up to their first answer, and parts of documents."""
-    prompts = [ids[: int(e.mask.argmax())].tolist() for e in corpus.examples for ids in [e.ids] if e.mask.argmax() > 1]
+    prompts = [_prompt_of(example, PROMPT_TOKENS) for example in corpus.examples]
     room = len(corpus.stream) - PROMPT_TOKENS
     if room > 0:
         starts = [int(room * (i + 0.5) / max(num, 1)) for i in range(num)]
         prompts += [[*corpus.prefix, *corpus.stream[at : at + PROMPT_TOKENS].tolist()] for at in starts]
     step = max(1, len(prompts) // max(num, 1))
     return prompts[::step][:num]
+
+
+def _prompt_of(example: Example, num_tokens: int) -> list[int]:
+    """Return what comes before the first answer; of a document's window, the beginning."""
+    first = int(example.mask.argmax())
+    ids: list[int] = example.ids[: first if first > 1 else min(num_tokens, len(example.ids) // 2)].tolist()
+    return ids
 
 
 @torch.inference_mode()
@@ -186,30 +191,14 @@ def draw_guesses(
 # --- prompts for the head's folder -----------------------------------------------------------------------------------
 
 
-def held_out_prompts(
-    validation: Corpus,
-    tokenizer: Tokenizer,
-    sources: Sequence[str | Path],
-    num: int,
-    *,
-    exclude: Path | None = None,
-    on_progress: OnProgress | None = None,
-) -> list[str]:
-    """Return up to ``num`` prompts of the held-out data, spread evenly over it, each a line for ``heads.prompts``.
+def held_out_prompts(validation: Corpus, tokenizer: Tokenizer, num: int) -> list[str]:
+    """Return up to ``num`` prompts of the held-out data, spread evenly over it, each a line for ``card.write_stored``.
 
-    A dialogue's prompt is everything before its first answer, a document's its beginning. Prompts that are too long to
-    be stored are left out. Dialogues are read from their files again, since a corpus only has ids; without ``sources``,
-    they are given as their template renders them.
+    A dialogue's prompt is everything before its first answer, as the chat template renders it; a document's is its
+    beginning. Prompts that are too long to be stored are left out.
     """
-    examples = _spread([e for e in validation.examples if e.where or not sources], CANDIDATES * num)
-    dialogues: list[str | None]
-    if sources:
-        ids = {example.where: example.ids for example in examples}
-        encoder = DialogueEncoder(tokenizer, max_length=2**30)
-        lines = dict(_read_questions(ids, encoder, find_files(sources, exclude), on_progress))
-        dialogues = [lines.get(where) for where in ids]
-    else:
-        dialogues = [_rendered(e.ids[: int(e.mask.argmax())].tolist(), tokenizer) for e in examples]
+    examples = _spread(validation.examples, CANDIDATES * num)
+    dialogues = [_rendered(_prompt_of(example, BEGINNING_TOKENS), tokenizer) for example in examples]
     bounds = itertools.pairwise([*validation.starts.tolist(), len(validation.stream)])
     starts = [
         at for start, end in bounds for at in range(start, end, BEGINNING_DISTANCE) if end - at >= BEGINNING_TOKENS
@@ -226,31 +215,13 @@ def held_out_prompts(
     return [*_spread(questions, num), *_spread(beginnings, num)]
 
 
-def _read_questions(
-    ids_by_place: dict[str, np.ndarray],
-    encoder: DialogueEncoder,
-    files: Sequence[Source],
-    on_progress: OnProgress | None,
-) -> Iterator[tuple[str, str | None]]:
-    """Find dialogues by file, line and ids; yield each place and the line of the messages before the first answer."""
-    left = dict(ids_by_place)
-    for record in read_files(files, on_progress) if left else ():
-        ids = left.get(record.where)
-        # Files in two folders may have the same name.
-        if ids is None or not any(np.array_equal(e.ids[: len(ids)], ids) for e in encoder.encode([record])):
-            continue
-        turn = [message["role"] for message in record.messages].index("assistant", 1)
-        messages = [{key: message[key] for key in ("role", "content")} for message in record.messages[:turn]]
-        yield record.where, line_of({"messages": messages})
-        del left[record.where]
-        if not left:
-            return
-
-
 def _rendered(ids: list[int], tokenizer: Tokenizer) -> str | None:
-    """Return the line of a text with exactly these ids; None if there is none."""
-    text = tokenizer.decode(ids, skip_special_tokens=False)
-    return line_of({"text": text}) if text and tokenizer.encode(text) == ids else None
+    """Return the line of a text with these ids, except for a begin token before them; None if there is none."""
+    for start in (1, 0):  # the tokenizer may add the begin token that the template writes
+        text = tokenizer.decode(ids[start:], skip_special_tokens=False)
+        if text and tokenizer.encode(text)[-len(ids) :] == ids:
+            return line_of({"text": text})
+    return None
 
 
 def _spread(items: Sequence[T], num: int) -> list[T]:

@@ -5,9 +5,8 @@ another: ``states`` (N, S * H), ``ids``, ``mask`` and ``best`` (N,), and for eac
 ``rows`` (R,). A key is any number that no other row has; readers sort rows by their keys, so the order in which they
 were written does not matter. Shards are written whole or not at all. There are three writers:
 
-- ``write_cache``: the rows of the first epoch of ``Batches``, with their numbers as keys, and the index last. A run
-  with the same seed reads, in its first epoch, the batches that it would have made itself. In later epochs documents
-  stay cut at the same places.
+- ``write_cache``: the rows of the first epoch of ``Batches``, with their numbers as keys, and the index last. Documents
+  stay cut at the same places in later epochs.
 - ``GrowingCache``: answers while the target writes them (``train.answers``): whole dialogues, with the hash of their
   prompts as keys. The index is replaced after each shard, so the cache can be read at any time. The target never reads
   the last token of an answer, so its states are 0; no loss depends on the states of a row's last token.
@@ -86,10 +85,8 @@ class CacheInfo:
     # The stored hidden states, counted like ``FeatureSpec.taps``; the target's last is always among them.
     states: tuple[int, ...]
     dtype: str  # ``bfloat16`` or ``float32``
-    # Rows were cut there; None if they are whole. Readers must have the same value, unless it is None.
-    max_length: int | None
-    seed: int  # seed of the ``Batches``, and of the split that held out ``validation_share`` of the data before
-    validation_share: float  # readers must have the same value, unless it is 0: nothing was held out
+    max_length: int | None  # rows were cut there; None if they are whole
+    seed: int  # seed of the ``Batches``
 
     @classmethod
     def new(
@@ -101,7 +98,6 @@ class CacheInfo:
         *,
         max_length: int | None = None,
         seed: int = 0,
-        validation_share: float = 0.0,
     ) -> CacheInfo:
         """Describe a new cache of the hidden states ``taps`` and the target's last; see ``GrowingCache``."""
         last, name = target.num_layers, str(dtype).removeprefix("torch.")
@@ -114,7 +110,7 @@ class CacheInfo:
         if name not in DTYPES:
             raise ConfigError(f"a cache is stored in {' or '.join(DTYPES)}, found {dtype}: choose one of these")
         states = tuple(dict.fromkeys((*(tap for tap in taps if tap != last), last)))
-        return cls(identity, target.quantized, states, name, max_length, seed, validation_share)
+        return cls(identity, target.quantized, states, name, max_length, seed)
 
     def to_dict(self) -> dict[str, Any]:
         return {"version": VERSION, **dataclasses.asdict(self), "states": list(self.states)}
@@ -440,10 +436,6 @@ class GrowingCache:
     def size(self) -> CacheSize:
         return self.info.size(self.num_rows, sum(tokens for _, tokens in self._sizes.values()))
 
-    def num_bytes_of(self, rows: Iterable[CacheRow]) -> int:
-        lengths = [len(row.states) for row in rows]
-        return self.info.size(len(lengths), sum(lengths)).num_bytes
-
     def check_room(self, num_bytes: int | None = None, what: str = "the next shard of the cache") -> None:
         """Raise DataError unless the disk has room for this number of bytes, by default of one shard."""
         num_bytes, free = self.shard_bytes if num_bytes is None else num_bytes, shutil.disk_usage(self._folder).free
@@ -521,7 +513,8 @@ class PendingShard:
 
     def num_bytes(self, more: Iterable[CacheRow] = ()) -> int:
         """Return the size of the shard, with further rows."""
-        return self._cache.num_bytes_of([*self.rows.values(), *more])
+        lengths = [len(row.states) for row in (*self.rows.values(), *more)]
+        return self._cache.info.size(len(lengths), sum(lengths)).num_bytes
 
     def write(self) -> None:
         """Write the rows, if there are any; an interrupt in here may let it be written again as the same shard."""
@@ -554,7 +547,6 @@ def write_cache(
     taps: Sequence[int],
     *,
     identity: TargetId,
-    validation_share: float = 0.0,
     dtype: torch.dtype = torch.bfloat16,
     shard_bytes: int = SHARD_BYTES,
     on_progress: OnProgress | None = None,
@@ -565,10 +557,9 @@ def write_cache(
 
     Args:
         folder, target, taps, identity, dtype: see ``GrowingCache``.
-        validation_share: of the data, held out of ``batches`` by ``split`` with their seed; stored for readers.
         shard_bytes: the size of a shard at most, or one batch if that is larger.
     """
-    settings = {"max_length": batches.max_length, "seed": batches.seed, "validation_share": validation_share}
+    settings = {"max_length": batches.max_length, "seed": batches.seed}
     cache = GrowingCache(folder, target, taps, identity=identity, shard_bytes=shard_bytes, dtype=dtype, **settings)
     epoch, total, old_rows = batches.epoch(0), batches.num_tokens_per_epoch, cache.old_rows
     with cache.opened():

@@ -57,7 +57,6 @@ class TrainOptions:
     lr: float | None = None  # peak, followed by a cosine to 2% of it; None: 1e-3 (Muon's matrices use 20 times it)
     warmup: float = 0.04  # share of the run
     clip: float = 0.5  # norm of the gradient (adamw)
-    ema: float = 0.0  # decay of an average of the weights, which is then what is saved; 0 for none
     precision: str | None = None  # ``bf16`` autocast, or ``no``; None: bf16 if the device has instructions for it
     validation_share: float = 0.02  # held-out share of the data
     eval_every: int = 200
@@ -65,7 +64,6 @@ class TrainOptions:
     eval_prompts: int = 8  # to measure tau, by decoding greedily with chains of ``eval_depth``
     eval_tokens: int = 64
     eval_depth: int = 5
-    data_share: float = 1.0  # train on this share of the data only
     keep_prompts: int = 8  # number of held-out prompts to write into the head's folder, to try it on
     seed: int = 0
 
@@ -88,8 +86,6 @@ class TrainOptions:
             (self.lr is None or self.lr > 0, "lr", "above 0"),
             (0 <= self.warmup < 1, "warmup", "in [0, 1)"),
             (self.clip > 0, "clip", "above 0"),
-            (0 <= self.ema < 1, "ema", "in [0, 1)"),
-            (0 < self.data_share <= 1, "data_share", "in (0, 1]"),
             (self.eval_every >= 1, "eval_every", "at least 1"),
             (self.save_every >= 1, "save_every", "at least 1"),
             (self.eval_prompts >= 0, "eval_prompts", "0 or more"),

@@ -113,10 +113,7 @@ class Session:
 class RunFiles:
     target: str | Path | None  # folder, name or hub id; None for the shipped one
     data: Sequence[str | Path]  # files, folders and URLs, see ``read_examples``
-    exclude: Path | None = None  # a file of names to leave out of folders
-    # The run trains on its rows and reads the target's features from it. If it held out some of its data (`data
-    # cache`), that is read from ``data`` to evaluate; else some of its rows are held out, and ``data`` may be empty.
-    cache: str | Path | None = None
+    cache: str | Path | None = None  # train on its rows, and read the target's features from it, instead of ``data``
     initial: Path | None = None  # a head to start from, in any layout; the run has its shape and draft vocabulary
     licence: str | None = None  # SPDX identifier for the head's card; None if unknown
 
@@ -140,7 +137,7 @@ def prepare(
         phase: ``phase(title)`` is entered for each part that takes long, and returns a function to call with the amount
             done and the total.
     """
-    for package in ("accelerate", "tensorboard", "matplotlib"):
+    for package in ("accelerate", "matplotlib"):
         try:
             import_module(package)
         except ImportError as error:
@@ -160,8 +157,10 @@ def prepare(
     torch.manual_seed(options.seed)
     folder = resolve(files.target)
     tokenizer = Tokenizer(folder)
-    download_sources(files.data, phase)
-    download([] if files.cache is None else [files.cache], phase)
+    if files.cache is None:
+        download_sources(files.data, phase)
+    else:
+        download([files.cache], phase)
     with phase("reading the data") as on_data:
         training, validation, cache, held_cache, stream = _read_data(files, options, tokenizer, on_data)
     name = str(files.target or default_model())
@@ -220,11 +219,7 @@ def prepare(
         evaluate=evaluate, accelerator=accelerator, describe=describe, stream=stream,
     )  # fmt: skip
     if accelerator.is_main_process:
-        sources = () if stream else files.data  # a stream is not read again to find its dialogues
-        with phase("looking up held-out dialogues, bytes") as on_progress:
-            prompts = held_out_prompts(
-                validation, tokenizer, sources, options.keep_prompts, exclude=files.exclude, on_progress=on_progress
-            )
+        prompts = held_out_prompts(validation, tokenizer, options.keep_prompts)
 
         def add_to_head(head: Path) -> None:
             write_stored(head, prompts)
@@ -253,11 +248,10 @@ def _read_data(
     Of data that is streamed, which is any with a ``DataSet``, the first two are parts of the first block.
     """
     if files.cache is None:
-        sources = find_files(files.data, files.exclude)
+        sources = find_files(files.data)
         if not any(isinstance(source, DataSet) for source in sources):
-            return *_read_sources(files, options, tokenizer, on_data), None, None, None
-        if options.data_share < 1:
-            raise ConfigError("training: a data set is streamed, and its size is unknown: leave out data_share")
+            corpus = read_examples(files.data, tokenizer, max_length=options.max_length, on_progress=on_data)
+            return *split(corpus, options.validation_share, options.seed), None, None, None
         stream = StreamedBatches(
             sources,
             DialogueEncoder(tokenizer, options.max_length),
@@ -267,38 +261,9 @@ def _read_data(
             on_progress=on_data,
         )
         return stream.training, stream.validation, None, None, stream
-    cache, held_cache = FeatureCache(files.cache), None
-    info = cache.info
-    for name, is_open in (("max_length", info.max_length is None), ("validation_share", not info.validation_share)):
-        stored, value = getattr(info, name), getattr(options, name)
-        if stored != value and not is_open:
-            raise ConfigError(
-                f"{cache.folder}: the cache was made with {name} {stored}, and this run has {value}: give it --"
-                f"{name.replace('_', '-')} {stored}, or make another cache"
-            )
-    if info.max_length is None:
-        cache = cache.cut(options.max_length)
-    if info.validation_share:
-        as_cached = dataclasses.replace(options, seed=info.seed, data_share=1.0)
-        _, validation = _read_sources(files, as_cached, tokenizer, on_data)
-    else:
-        cache, held_cache = split_cache(cache, options.validation_share, options.seed)
-        validation = held_cache.corpus
-    if options.data_share < 1:
-        _, cache = split_cache(cache, options.data_share, options.seed + 1)
-    return cache.corpus, validation, cache, held_cache, None
-
-
-def _read_sources(
-    files: RunFiles, options: TrainOptions, tokenizer: Tokenizer, on_data: OnProgress | None
-) -> tuple[Corpus, Corpus]:
-    corpus = read_examples(
-        files.data, tokenizer, max_length=options.max_length, exclude=files.exclude, on_progress=on_data
-    )
-    training, validation = split(corpus, options.validation_share, options.seed)
-    if options.data_share < 1:
-        _, training = split(training, options.data_share, options.seed + 1)
-    return training, validation
+    cache = FeatureCache(files.cache).cut(options.max_length)
+    cache, held_cache = split_cache(cache, options.validation_share, options.seed)
+    return cache.corpus, held_cache.corpus, cache, held_cache, None
 
 
 def split_cache(cache: FeatureCache, share: float, seed: int) -> tuple[FeatureCache, FeatureCache]:

@@ -54,7 +54,7 @@ WARM_UP_ITERATIONS = 3  # slower than the rest, and left out when the speed is m
 REPLAN = (0.02, 0.25, 0.5, 0.75)  # shares of a timed run after which the number of iterations is estimated again
 _LIKE_PARAMETERS = {"exp_avg", "exp_avg_sq", "momentum_buffer"}  # an optimizer keeps these, shaped like parameters
 _STATE = {  # fields of a checkpoint
-    **dict.fromkeys(("options", "net", "calibration", "average"), Argument((Mapping,), "a dict")),
+    **dict.fromkeys(("options", "net", "calibration"), Argument((Mapping,), "a dict")),
     "optimizers": Argument((list,), "a list"),
     "iteration": Argument((int,), "a number of iterations", least=0, most=UNPLANNED),
     "iterations": Argument((int,), "a number of iterations", least=1, most=UNPLANNED),
@@ -173,7 +173,6 @@ class Trainer:
         self._optimizers = make_optimizers(net, options)
         self._base_rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in self._optimizers]
         self._wrapped, *self._prepared = self.accelerator.prepare(self._loss, *self._optimizers)
-        self._average = {name: p.detach().clone() for name, p in net.named_parameters()} if options.ema else {}
         self._sizes: dict[str, Tensor] = {}  # mean size of each matrix's inputs
         self._replanned = 0
 
@@ -200,7 +199,7 @@ class Trainer:
             if self._evaluate is not None and (self.iteration % options.eval_every == 0 or is_last):
                 if self.accelerator.is_main_process:
                     self.net.eval()
-                    with self._averaged(), torch.no_grad():
+                    with torch.no_grad():
                         metrics |= self._evaluate(self.net)
                 self._evaluated = metrics
             progress = Progress(self.iteration, self.iterations, metrics)
@@ -231,7 +230,6 @@ class Trainer:
                 "replanned": self._replanned,
                 "net": self.net.state_dict(),
                 "calibration": dataclasses.asdict(self.net.config.calibration),
-                "average": self._average,
                 "input_sizes": self._sizes,
                 "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
                 "stream": None if self._stream is None else self._stream.position,
@@ -239,8 +237,7 @@ class Trainer:
         )
         evaluated = {name: self._evaluated[name] for name in EVALUATED if name in self._evaluated}
         training = {**self._describe, "iterations": self.iteration, **({"held_out": evaluated} if evaluated else {})}
-        with self._averaged():
-            method_of_net(self.net).write(self.out / "head", self.net, training=training)
+        method_of_net(self.net).write(self.out / "head", self.net, training=training)
         if self.on_saved is not None:
             self.on_saved(self.out / "head")
 
@@ -278,12 +275,8 @@ class Trainer:
                     for name in _LIKE_PARAMETERS & values.keys():
                         if values[name].shape != parameter.shape:
                             raise ValueError(f"{name} of the optimizer has the shape {tuple(values[name].shape)}")
-            shapes = {name: each.shape for name, each in self.net.state_dict().items()}
-            if any(each.shape != shapes[name] for name, each in state["average"].items()):
-                raise ValueError("the average has other shapes than the net")
-            device = self.net.device
-            self._average = {name: value.to(device) for name, value in state["average"].items()}
-            self._sizes = {name: value.to(device) for name, value in state.get("input_sizes", {}).items()}
+            sizes = state.get("input_sizes", {})
+            self._sizes = {name: value.to(self.net.device) for name, value in sizes.items()}
             self.iteration, self.iterations = state["iteration"], self.options.iterations or state["iterations"]
             self.seconds, self._replanned = state["seconds"], state["replanned"]
 
@@ -338,10 +331,6 @@ class Trainer:
             for optimizer in self._prepared:
                 optimizer.step()
                 optimizer.zero_grad()
-        if options.ema:
-            with torch.no_grad():
-                for name, p in self.net.named_parameters():
-                    self._average[name].lerp_(p, 1 - options.ema)
         self.iteration += 1
         speed = tokens / (time.perf_counter() - began)
         lr = self._base_rates[-1][0] * rate
@@ -382,19 +371,6 @@ class Trainer:
         self._replanned += 1
         per_iteration = self.seconds / self.iteration
         self.iterations = self.iteration + max(1, int(max(0.0, minutes * 60 - self.seconds) / per_iteration))
-
-    @contextmanager
-    def _averaged(self) -> Iterator[None]:
-        """In the block, the net has its averaged weights."""
-        pairs = [(p.data, self._average[name]) for name, p in self.net.named_parameters() if name in self._average]
-        trained = [weights.clone() for weights, _ in pairs]
-        for weights, average in pairs:
-            weights.copy_(average)
-        try:
-            yield
-        finally:
-            for (weights, _), saved in zip(pairs, trained, strict=True):
-                weights.copy_(saved)
 
 
 def read_metrics(out: Path) -> list[dict[str, Any]]:
