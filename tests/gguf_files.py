@@ -149,6 +149,20 @@ def gpt_oss_experts(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return {f"blk.{layer}.ffn_{kind}_exps.{suffix}": half.contiguous() for kind, half in parts.items()}
 
 
+def expert_by_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of gpt-oss under the names that files have them by."""
+    found = {}
+    for name, weight in tensors.items():
+        if ".mlp.experts." not in name:
+            found[name] = weight
+            continue
+        for stacked, matrices in gpt_oss_experts(name, weight).items():
+            layer, kind, suffix = re.fullmatch(r"blk\.(\d+)\.ffn_(\w+)_exps\.(\w+)", stacked).groups()
+            base = f"model.layers.{layer}.mlp.experts"
+            found |= {f"{base}.{index}.{kind}_proj.{suffix}": each for index, each in enumerate(matrices)}
+    return found
+
+
 def add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     writer.add_block_count(config["num_hidden_layers"])

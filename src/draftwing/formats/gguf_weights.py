@@ -359,6 +359,12 @@ def import_gguf(
     path, out = Path(path).expanduser().absolute(), Path(out).expanduser().absolute()
     with closing(open_file(path)) as file:
         files = folder_files(file)
+        experts = FAMILIES[get_model_type(file)].experts
+        if experts is not None and experts.is_stacked:
+            raise UnsupportedError(
+                f"{path}: a checkpoint of this family has all experts in one tensor, which is not written. Use the GGUF "
+                "file itself, or the model's Hugging Face folder."
+            )
         formats = Counter(info.kind for info in file.tensors.values())
     config = {**json.loads(files["config.json"]), "dtype": dtype}
     files["config.json"] = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
