@@ -362,8 +362,8 @@ def import_gguf(
         experts = FAMILIES[get_model_type(file)].experts
         if experts is not None and experts.is_stacked:
             raise UnsupportedError(
-                f"{path}: a checkpoint of this family has all experts in one tensor, which is not written. Use the GGUF "
-                "file itself, or the model's Hugging Face folder."
+                f"{path}: a checkpoint of this family has all experts in one tensor, which is not written. Use the "
+                "GGUF file itself, or the model's Hugging Face folder."
             )
         formats = Counter(info.kind for info in file.tensors.values())
     config = {**json.loads(files["config.json"]), "dtype": dtype}
