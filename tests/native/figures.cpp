@@ -242,14 +242,15 @@ void tell_convolution() {
     constexpr int DIM = 32, CHANNELS = 100, TAPS = 3;
     const std::vector<float> weight = numbers(TAPS * CHANNELS);
     for (const bool narrow : {false, true}) {
-        std::vector<float> x = numbers(ROWS * NODES * 3 * CHANNELS), out(ROWS * NODES * CHANNELS), cache;
+        std::vector<float> x, out(ROWS * NODES * CHANNELS), cache;
         int64_t lengths[ROWS] = {0, 0};
         Batch batch = tree_batch(lengths, cache, 7, DIM, narrow);
         Op op{};
         op.kind = CONVOLVE, op.target = 1, op.num_in = CHANNELS, op.num_out = TAPS, op.num_kv_heads = 7, op.head_dim = DIM;
         op.weight = weight.data();
-        batch.buffers[0] = x.data(), batch.widths[0] = 3 * CHANNELS, batch.buffers[1] = out.data(), batch.widths[1] = CHANNELS;
+        batch.widths[0] = 3 * CHANNELS, batch.buffers[1] = out.data(), batch.widths[1] = CHANNELS;
         for (int turn = 0; turn < 3; ++turn) {
+            x = numbers(ROWS * NODES * 3 * CHANNELS), batch.buffers[0] = x.data();
             draftwing_run(&op, 1, &batch, 2);
             tell(std::string("convolution ") + (narrow ? "narrow " : "") + std::to_string(turn), out);
             draftwing_commit(&batch, 1, 7, slot_words(batch, DIM), PATHS, 4, 4);
@@ -264,7 +265,7 @@ void tell_recurrence() {
     constexpr int CONV = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM, WIDTH = CONV + HEADS * VALUE_DIM + 2 * HEADS;
     const std::vector<float> weight = numbers(TAPS * CONV), norm = numbers(VALUE_DIM), bias = numbers(HEADS);
     const float decays[HEADS] = {-0.1f, -0.5f, -2.0f, -7.0f};
-    std::vector<float> x = numbers(ROWS * NODES * WIDTH, 2.0f), out(ROWS * NODES * HEADS * VALUE_DIM), cache;
+    std::vector<float> x, out(ROWS * NODES * HEADS * VALUE_DIM), cache;
     std::vector<float> states(ROWS * HEADS * KEY_DIM * VALUE_DIM), kept(ROWS * KEPT * (CONV + 2 * HEADS));
     int64_t lengths[ROWS] = {0, 0}, marks[2 * ROWS] = {0, 0, 0, 0};
     int64_t chain[ROWS * NODES];
@@ -277,8 +278,9 @@ void tell_recurrence() {
     batch.states = states.data(), batch.states_row = HEADS * KEY_DIM * VALUE_DIM, batch.marks = marks;
     batch.kept = kept.data(), batch.kept_width = CONV + 2 * HEADS, batch.kept_row = KEPT * batch.kept_width;
     batch.kept_before = TAPS - 1, batch.num_recurrent = 1;
-    batch.buffers[0] = x.data(), batch.widths[0] = WIDTH, batch.buffers[1] = out.data(), batch.widths[1] = HEADS * VALUE_DIM;
+    batch.widths[0] = WIDTH, batch.buffers[1] = out.data(), batch.widths[1] = HEADS * VALUE_DIM;
     for (int turn = 0; turn < 4; ++turn) {
+        x = numbers(ROWS * NODES * WIDTH, 2.0f), batch.buffers[0] = x.data();
         batch.keeps_all = turn == 0, batch.parents = turn == 0 ? chain : PARENTS;
         draftwing_run(&op, 1, &batch, 2);
         tell("recurrence " + std::to_string(turn), out);
