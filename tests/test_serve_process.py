@@ -283,7 +283,9 @@ def test_host_names_and_limits_of_the_command_line(monkeypatch, args, hosts):
     assert (made[0].hosts, made[0].kv_memory, made[0].max_nodes) == (hosts, 2**29, 9)
 
 
-def test_a_port_that_is_taken_while_the_model_loads_is_named():
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_port_that_is_taken_while_the_model_loads_is_named(loop):
+    new_loop = pytest.importorskip(loop).new_event_loop
     (ours,) = bind("127.0.0.1", 0)
     with ours, socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -294,8 +296,11 @@ def test_a_port_that_is_taken_while_the_model_loads_is_named():
         server = GracefulServer(app)
         server.config.load()
         server.lifespan = SimpleNamespace(startup=lambda: asyncio.sleep(0), should_exit=False, state={})
-        with refused(ConfigError, "cannot listen at '127.0.0.1': port", "is in use"):
-            asyncio.run(server.startup([ours]))
+        with (
+            asyncio.Runner(loop_factory=new_loop) as runner,
+            refused(ConfigError, "cannot listen at '127.0.0.1': port", "is in use"),
+        ):
+            runner.run(server.startup([ours]))
 
 
 def test_addresses_that_the_machine_does_not_use_are_left_out(monkeypatch):

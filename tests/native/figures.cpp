@@ -1,5 +1,5 @@
 // Numbers of everything that the kernel computes, for a test to compare between processors: products of every format,
-// norms, activations, attention, noise, filters, the walk, drafts. Each line: a name, then words of 32 bits.
+// norms, activations, attention, convolutions, recurrent layers, noise, filters, the walk, drafts. Each line: a name, then words of 32 bits.
 
 #include <cstdio>
 #include <string>
@@ -151,55 +151,143 @@ void tell_rows() {
     tell("norm", linear(op, x, 7, 201));
     op.kind = LINEAR, op.weight = memory.data;
     tell("normed product", linear(op, x, 7, 128, 2));
-    for (const auto& [kind, name] : {std::pair{ADD, "added"}, {SILU, "SiLU"}, {GELU, "GELU"}, {GELU_TANH, "GELU by tanh"}}) {
+    for (const auto& [kind, name] : {std::pair{ADD, "added"}, {SILU, "SiLU"}, {GELU, "GELU"}, {GELU_TANH, "GELU by tanh"},
+                                      {RELU_SQUARED, "squared ReLU"}}) {
         op.epilogue = kind, op.is_gated = kind >= SILU, op.num_out = 70;
         tell(name, linear(op, x, 7, 128));
     }
+    op.epilogue = STORE, op.is_gated = 0, op.cap = 2.0f, op.scale = 0.4f, op.centers = 1, op.norm_bias = weight.data();
+    tell("capped", linear(op, x, 7, 128));
     std::vector<float> powers = numbers(160, 90.0f);
     for (size_t i = 0; i < powers.size(); i += 16) store(&powers[i], exp_of(load(&powers[i])));
     tell("exponentials", powers);
 }
 
-// A tree of 7 nodes in two rows over committed slots, with and without a window, a view, pages.
-void tell_attention() {
-    constexpr int ROWS = 2, NODES = 7, SLOTS = 256, LENGTH = 150;
-    const int64_t parents[ROWS * NODES] = {-1, 0, 0, 1, 3, 2, 4, -1, 0, 1, 2, 0, 4, 5}, lengths[ROWS] = {LENGTH, 37};
-    std::vector<int32_t> pages, view;
+// A tree of 7 nodes in each of two rows of 256 slots.
+constexpr int ROWS = 2, NODES = 7, SLOTS = 256, LENGTH = 150;
+const int64_t PARENTS[ROWS * NODES] = {-1, 0, 0, 1, 3, 2, 4, -1, 0, 1, 2, 0, 4, 5}, PATHS[ROWS * 4] = {0, 2, 5, -1, 0, 1, 2, 3};
+
+// A batch of such trees. The slots of `heads` heads, in 8 bits if `narrow`, are contiguous or in pages.
+Batch tree_batch(const int64_t* lengths, std::vector<float>& cache, int heads, int dim, bool narrow, bool paged = false) {
+    static const int32_t pages[ROWS * SLOTS / PAGE] = {1, 6, 3, 0, 4, 7, 2, 5};
+    Batch batch{};
+    batch.rows = ROWS, batch.nodes = batch.tree_nodes = NODES, batch.parents = PARENTS, batch.lengths = lengths;
+    batch.key_block = narrow ? PAGE : KEYS;
+    batch.head_stride = (paged ? ROWS : 1) * SLOTS * slot_words(batch, dim);
+    batch.value_stride = (paged ? 1 : ROWS) * heads * batch.head_stride;
+    if (paged) batch.pages = pages, batch.page_stride = SLOTS / PAGE;
+    else batch.row_stride = heads * batch.head_stride;
+    cache.assign(2 * batch.value_stride, 0.0f);
+    batch.cache = cache.data();
+    return batch;
+}
+
+// The keys and values of the four slots from each row's length on.
+std::vector<float> committed_slots(const Batch& batch, int heads, int words) {
+    std::vector<float> found;
     for (int row = 0; row < ROWS; ++row)
-        for (int page = 0; page < SLOTS / PAGE; ++page) pages.push_back((5 * page + 3 * row + 1) % 8);
+        for (int head = 0; head < heads; ++head)
+            for (int64_t slot = batch.lengths[row]; slot < batch.lengths[row] + 4; ++slot) {
+                const Slots at = slots_of(batch, row);
+                float* keys = batch.cache + row * batch.row_stride + head * batch.head_stride;
+                const float *key = key_of(batch, keys, at, slot, words), *value = keys + batch.value_stride + at(slot) * words;
+                for (int i = 0; i < words; ++i) found.push_back(key[i * batch.key_block]);
+                found.insert(found.end(), value, value + words);
+            }
+    return found;
+}
+
+// Trees over committed slots, in 32 and 8 bits, with and without a window, a view, pages. With six heads, scores are capped,
+// with a sink each, and results gated.
+void tell_attention() {
+    const int64_t lengths[ROWS] = {LENGTH, 37}, none[ROWS] = {0, 0};
+    std::vector<int64_t> chain(ROWS * LENGTH);
+    for (int i = 0; i < ROWS * LENGTH; ++i) chain[i] = i % LENGTH - 1;
+    std::vector<int32_t> view;
     for (int slot = 0; slot < 37; slot += 1 + slot % 3) view.push_back(slot);
-    for (const int dim : {32, 96})
-        for (const int heads : {2, 6})
-            for (const int window : {0, 20})
-                for (const int how : {0, 1, 2}) {
-                    const int width = (heads + 2 * 2) * dim, half = dim / 2 - 4;
-                    std::vector<float> qkv = numbers(ROWS * NODES * width), out(ROWS * NODES * heads * dim);
-                    std::vector<float> rotation = numbers((LENGTH + NODES) * 2 * half), norm = numbers(dim);
-                    std::vector<float> cache = numbers(2 * ROWS * 2 * SLOTS * dim);
-                    Op op{};
-                    op.kind = ATTEND, op.target = 1, op.scale = 0.7f, op.num_heads = heads, op.num_kv_heads = 2;
-                    op.head_dim = dim, op.window = window, op.q_norm = op.k_norm = norm.data(), op.eps = 1e-6f;
-                    Batch batch{};
-                    batch.rows = ROWS, batch.nodes = batch.tree_nodes = NODES, batch.parents = parents, batch.lengths = lengths;
-                    batch.rotary_half = half, batch.key_block = KEYS, batch.rotation = rotation.data(), batch.cache = cache.data();
-                    batch.value_stride = ROWS * 2 * SLOTS * dim, batch.head_stride = SLOTS * dim;
-                    batch.row_stride = 2 * SLOTS * dim;
-                    const int64_t viewed[ROWS] = {static_cast<int64_t>(view.size()), static_cast<int64_t>(view.size())};
-                    if (how == 1) batch.view = view.data(), batch.viewed = viewed;
-                    if (how == 2) {
-                        batch.pages = pages.data(), batch.page_stride = SLOTS / PAGE, batch.row_stride = 0;
-                        batch.head_stride = 8 * PAGE * dim, batch.value_stride = 2 * batch.head_stride;
-                        cache = numbers(4 * batch.head_stride), batch.cache = cache.data();
+    const int64_t viewed[ROWS] = {static_cast<int64_t>(view.size()), static_cast<int64_t>(view.size())};
+    for (const bool narrow : {false, true})
+        for (const int dim : {32, 96})
+            for (const int heads : {2, 6})
+                for (const int window : {0, 20})
+                    for (const int how : {0, 1, 2}) {
+                        const int width = (heads + 2 * 2 + (heads > 2 ? heads : 0)) * dim, half = dim / 2 - 4;
+                        std::vector<float> qkv = numbers(ROWS * NODES * width), out(ROWS * NODES * heads * dim), cache;
+                        std::vector<float> prompt = numbers(ROWS * LENGTH * width);
+                        const std::vector<float> rotation = numbers((LENGTH + NODES) * 2 * half), norm = numbers(dim), sinks = numbers(heads);
+                        Op op{};
+                        op.kind = ATTEND, op.target = 1, op.scale = 0.7f, op.num_heads = heads, op.num_kv_heads = 2;
+                        op.head_dim = dim, op.window = window, op.q_norm = op.k_norm = norm.data(), op.eps = 1e-6f;
+                        if (heads > 2) op.cap = 3.0f, op.sinks = sinks.data(), op.is_gated = 1;
+                        Batch batch = tree_batch(lengths, cache, 2, dim, narrow, how == 2);
+                        batch.rotary_half = half, batch.rotation = rotation.data();
+                        batch.buffers[0] = prompt.data(), batch.widths[0] = width;
+                        batch.buffers[1] = out.data(), batch.widths[1] = heads * dim;
+                        Batch written = batch;
+                        written.nodes = written.tree_nodes = LENGTH, written.parents = chain.data(), written.lengths = none;
+                        for (int i = 0; i < 2 * ROWS; ++i) write_slots(op, written, i / 2, i % 2);
+                        if (how == 1) batch.view = view.data(), batch.viewed = viewed;
+                        batch.buffers[0] = qkv.data();
+                        draftwing_run(&op, 1, &batch, 1 + how);
+                        const std::string name = std::string(narrow ? "narrow " : "") + std::to_string(dim) + " " + std::to_string(heads) + " " +
+                                                 std::to_string(window) + " " + std::to_string(how);
+                        tell("attention " + name, out);
+                        draftwing_commit(&batch, 1, 2, slot_words(batch, dim), PATHS, 4, 4);
+                        tell("slots " + name, committed_slots(batch, 2, slot_words(batch, dim)));
                     }
-                    batch.buffers[0] = qkv.data(), batch.widths[0] = width;
-                    batch.buffers[1] = out.data(), batch.widths[1] = heads * dim;
-                    draftwing_run(&op, 1, &batch, 1 + how);
-                    const int64_t path[ROWS * 4] = {0, 2, 5, -1, 0, 1, 2, 3};
-                    const std::string name = std::to_string(dim) + " " + std::to_string(heads) + " " + std::to_string(window) + " " + std::to_string(how);
-                    tell("attention " + name, out);
-                    draftwing_commit(&batch, 1, 2, dim, path, 4, 4);
-                    tell("slots " + name, cache.data(), cache.size() * 4 / 8);
-                }
+}
+
+// A short convolution, three times: commits move what the next reads.
+void tell_convolution() {
+    constexpr int DIM = 32, CHANNELS = 100, TAPS = 3;
+    const std::vector<float> weight = numbers(TAPS * CHANNELS);
+    for (const bool narrow : {false, true}) {
+        std::vector<float> x, out(ROWS * NODES * CHANNELS), cache;
+        int64_t lengths[ROWS] = {0, 0};
+        Batch batch = tree_batch(lengths, cache, 7, DIM, narrow);
+        Op op{};
+        op.kind = CONVOLVE, op.target = 1, op.num_in = CHANNELS, op.num_out = TAPS, op.num_kv_heads = 7, op.head_dim = DIM;
+        op.weight = weight.data();
+        batch.widths[0] = 3 * CHANNELS, batch.buffers[1] = out.data(), batch.widths[1] = CHANNELS;
+        for (int turn = 0; turn < 3; ++turn) {
+            x = numbers(ROWS * NODES * 3 * CHANNELS), batch.buffers[0] = x.data();
+            draftwing_run(&op, 1, &batch, 2);
+            tell(std::string("convolution ") + (narrow ? "narrow " : "") + std::to_string(turn), out);
+            draftwing_commit(&batch, 1, 7, slot_words(batch, DIM), PATHS, 4, 4);
+            lengths[0] += 3, lengths[1] += 4;
+        }
+    }
+}
+
+// The gated delta rule: a prompt, then trees of which a path is kept.
+void tell_recurrence() {
+    constexpr int KEY_HEADS = 2, HEADS = 4, KEY_DIM = 32, VALUE_DIM = 80, TAPS = 4, KEPT = 16;
+    constexpr int CONV = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM, WIDTH = CONV + HEADS * VALUE_DIM + 2 * HEADS;
+    const std::vector<float> weight = numbers(TAPS * CONV), norm = numbers(VALUE_DIM), bias = numbers(HEADS);
+    const float decays[HEADS] = {-0.1f, -0.5f, -2.0f, -7.0f};
+    std::vector<float> x, out(ROWS * NODES * HEADS * VALUE_DIM), cache;
+    std::vector<float> states(ROWS * HEADS * KEY_DIM * VALUE_DIM), kept(ROWS * KEPT * (CONV + 2 * HEADS));
+    int64_t lengths[ROWS] = {0, 0}, marks[2 * ROWS] = {0, 0, 0, 0};
+    int64_t chain[ROWS * NODES];
+    for (int i = 0; i < ROWS * NODES; ++i) chain[i] = i % NODES - 1;
+    Op op{};
+    op.kind = RECUR, op.target = 1, op.num_in = VALUE_DIM, op.num_out = TAPS, op.num_heads = HEADS, op.num_kv_heads = KEY_HEADS;
+    op.head_dim = KEY_DIM, op.scale = 0.2f, op.eps = 1e-6f, op.weight = weight.data(), op.norm = norm.data(), op.scales = decays;
+    op.bias = bias.data();
+    Batch batch = tree_batch(lengths, cache, 1, 16, false);
+    batch.states = states.data(), batch.states_row = HEADS * KEY_DIM * VALUE_DIM, batch.marks = marks;
+    batch.kept = kept.data(), batch.kept_width = CONV + 2 * HEADS, batch.kept_row = KEPT * batch.kept_width;
+    batch.kept_before = TAPS - 1, batch.num_recurrent = 1;
+    batch.widths[0] = WIDTH, batch.buffers[1] = out.data(), batch.widths[1] = HEADS * VALUE_DIM;
+    for (int turn = 0; turn < 4; ++turn) {
+        x = numbers(ROWS * NODES * WIDTH, 2.0f), batch.buffers[0] = x.data();
+        batch.keeps_all = turn == 0, batch.parents = turn == 0 ? chain : PARENTS;
+        draftwing_run(&op, 1, &batch, 2);
+        tell("recurrence " + std::to_string(turn), out);
+        tell("recurrent states " + std::to_string(turn), states);
+        if (turn > 0) draftwing_commit(&batch, 0, 1, 16, PATHS, 4, 4);
+        lengths[0] += turn == 0 ? NODES : 3, lengths[1] += turn == 0 ? NODES : 4;
+    }
 }
 
 void tell_noise() {
@@ -313,6 +401,8 @@ int main() {
     tell_bytes();
     tell_rows();
     tell_attention();
+    tell_convolution();
+    tell_recurrence();
     tell_noise();
     tell_drafts();
 }

@@ -261,11 +261,13 @@ class GracefulServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen. Raises ConfigError if another program has begun to listen there since ``bind``."""
-        try:
-            await super().startup(sockets)
-        except OSError as error:
-            host, port, *_ = (sockets or [])[0].getsockname()
-            raise _cannot_listen(host, port, error) from error
+        for each in sockets or ():
+            try:
+                each.listen(self.config.backlog)  # uvloop would only log that it cannot
+            except OSError as error:
+                host, port, *_ = each.getsockname()
+                raise _cannot_listen(host, port, error) from error
+        await super().startup(sockets)
 
     async def on_tick(self, counter: int) -> bool:
         """Return True to stop; called ten times a second."""
