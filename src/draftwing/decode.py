@@ -622,11 +622,7 @@ class Decoder:
     def _read(self, ctx: Context, drafter: Drafter, prefill: Prefill, stop: int) -> Tensor | None:
         """Read up to ``stop``; of the last piece, returns the features that the drafter has not read yet."""
         row = prefill.row
-        if not self.target.supports_pages:  # reads whole prompts only
-            features = self.target.prefill(ctx, row.tokens, row.prompt_length)
-            ctx.rows.pop()
-        else:
-            features = self.target.read(ctx, row, prefill.done, stop)
+        features = self.target.read(ctx, row, prefill.done, stop)
         if stop < row.length:
             if drafter.resumes:
                 drafter.read_on(ctx, row, features, stop)

@@ -163,12 +163,13 @@ class KernelRunner(Runner):
     ) -> Outputs:
         """See ``Runner.forward``; ``accept`` applies ``accept.match`` to the trees, and commits the kept nodes."""
         built, shape, tree, batch = self._built, self._shape, entries.tree, self._space.batch
+        num_nodes = tree.num_nodes
         tokens, first_row, arrays = entries.tokens, entries.first_row, KernelArgs()
         rows, nodes = tokens.shape
-        self.reserve(first_row + rows, entries.upto)
+        self.reserve(first_row + rows, max(entries.lengths) + num_nodes)
         table = self.cache.table
         if table is not None:
-            table.hold(first_row, entries.lengths, tree.num_nodes)
+            table.hold(first_row, entries.lengths, num_nodes)
             batch.pages = table.address + first_row * 4 * table.stride
         if self._rotation is None:
             positions = torch.tensor(entries.lengths)[:, None] + tree.depths[:, entries.first_node :]
@@ -177,9 +178,8 @@ class KernelRunner(Runner):
             batch.rotation, batch.rotary_half = arrays.tensor(rotation), rotation.shape[-1]
         batch.cache = self.cache.data.data_ptr() + first_row * batch.row_stride * 4
         if self._recurrent is not None:
-            keeps_all = entries.keeps_all
-            self._recurrent.prepare(batch, first_row, entries.lengths, tree.num_nodes, keeps_all=keeps_all)
-        batch.first_node, batch.tree_nodes = entries.first_node, tree.num_nodes
+            self._recurrent.prepare(batch, first_row, entries.lengths, num_nodes, keeps_all=entries.keeps_all)
+        batch.first_node, batch.tree_nodes = entries.first_node, num_nodes
         batch.parents, batch.tokens = arrays.tensor(tree.parents.contiguous()), arrays.tensor(tokens.contiguous())
         batch.lengths = arrays.numbers("q", entries.lengths)
         batch.view = batch.watch = None

@@ -37,8 +37,8 @@ class KernelStates:
                 clear(part)
 
     def move(self, source: int, target: int) -> None:
-        """Let row ``source`` take the place of ``target``."""
-        if source >= len(self._marks):  # nothing has been read
+        """Let row ``source`` take the place of ``target``; if they are the same, forget it."""
+        if source == target or source >= len(self._marks):  # of the latter, nothing has been read
             self.clear(target)
             return
         for part in (self._states, self._kept, self._marks[None]):

@@ -184,20 +184,14 @@ class AdapterTarget(Target):
     def new_context(self, features: FeatureSpec = NO_FEATURES) -> AdapterContext:
         return AdapterContext(self.device, features=features)
 
-    @torch.inference_mode()
-    def prefill(self, ctx: Context, prompt_ids: Sequence[int], prompt_length: int | None = None) -> Tensor | None:
+    def read(self, ctx: Context, row: Row, start: int, stop: int) -> Tensor | None:
         ctx = own_context(ctx, AdapterContext)
-        self.check_prompt(prompt_ids)
-        ids, taps = list(prompt_ids), None
-        row = Row(ids, len(ids) - 1, prompt_length or len(ids))
-        cache, features = self._read(row, len(ids) - self._drops_last(row), ctx.features)
-        if ctx.features.taps:
-            width = self.hidden_size * len(ctx.features.taps)
-            empty = torch.zeros(1, 0, width, dtype=self.dtype, device=self.device)
-            taps = torch.cat([empty, *features], 1)[:, : row.length]
-        ctx.rows.append(row)
+        cache, features = self._read(row, len(row.tokens) - self._drops_last(row), ctx.features)
         ctx.caches.append(cache)
-        return taps
+        if not ctx.features.taps:
+            return None
+        empty = torch.zeros(1, 0, self.hidden_size * len(ctx.features.taps), dtype=self.dtype, device=self.device)
+        return torch.cat([empty, *features], 1)[:, : row.length]
 
     def room(self, length: int) -> int:
         """See ``Target.room``. No step crosses a length at which RoPE changes."""
