@@ -16,11 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from draftwing.cpu.args import AcceptResult, BufferPool, BumpAllocator, KernelArgs
+from draftwing.cpu.args import AcceptResult, BufferPool, KernelArgs
 from draftwing.cpu.layout import Adjust, BatchStruct, Draft, Op, VerifyArgs
 from draftwing.cpu.library import Kernel
 from draftwing.cpu.program import Program, TracedAttention, TracedIds, Workspace
@@ -126,7 +125,6 @@ class KernelRunner(Runner):
         self._states = torch.empty(2, 0, net.shape.state_width)
         self._taps = torch.empty(0, net.shape.out_width)
         self._num_draft_rows = 0
-        self._numbers, self._probs = BumpAllocator(np.int64), BumpAllocator(np.float32)
         self._draft = Draft(  # the fields that are the same for every draft
             vocab_size=net.shape.vocab_size, num_fuse=built.num_fuse, num_hidden=built.num_hidden,
             logits=built.logits, read=built.read, states=built.states,
@@ -251,10 +249,10 @@ class KernelRunner(Runner):
         levels, unread = self._draft_batches(request, depth, arrays)
         draft = self._draft_args(request, depth, max_nodes, arrays)
         room = 1 + width + (depth - 1) * width * width  # most nodes of a row
-        numbers, address = self._numbers.take(3 * rows * room)
+        numbers, probs = torch.empty(3, rows * room, dtype=torch.int64), torch.empty(2, rows * room)
+        address, draft.room, draft.node_probs = numbers.data_ptr(), room, probs.data_ptr()
         draft.tokens, draft.parents, draft.places = address, address + 8 * rows * room, address + 16 * rows * room
-        probs, address = self._probs.take(2 * rows * room)
-        draft.room, draft.node_probs, draft.path_probs = room, address, address + 4 * rows * room
+        draft.path_probs = probs.data_ptr() + 4 * rows * room
         outs = None
         if draft.kept_out >= 0:
             passes = 1 + (depth - 1) * width
@@ -269,8 +267,7 @@ class KernelRunner(Runner):
             arrays.numbers("q", [row.tokens[row.length] for row in request.ctx.rows]), torch.get_num_threads(),
         )  # fmt: skip
         (tokens, parents, places), (node_probs, path_probs) = (
-            torch.from_numpy(block.reshape(count, -1)[:, : rows * nodes].reshape(count, rows, nodes)).unbind()
-            for block, count in ((numbers, 3), (probs, 2))
+            block[:, : rows * nodes].unflatten(1, (rows, nodes)).unbind() for block in (numbers, probs)
         )
         tree = DraftTree(
             tokens, parents, path_probs, node_probs=node_probs, num_draft_forwards=draft.num_forwards,
@@ -392,7 +389,7 @@ class KernelRunner(Runner):
         return FusedStep(args, logits, out, result, time.perf_counter() - began)
 
     def _accept_result(self, accept: AcceptArgs, rows: int, nodes: int) -> AcceptResult:
-        result, built, shape = AcceptResult(accept, rows, nodes, self._numbers), self._built, self._shape
+        result, built, shape = AcceptResult(accept, rows, nodes), self._built, self._shape
         args = result.args
         args.logits, args.out = built.logits, built.out
         args.layers, (args.kv_heads, _, args.words) = shape.num_layers, self.cache.data.shape[3:]

@@ -101,9 +101,7 @@ def _norm_rotated(norm: Any, heads: Tensor, cis: Tensor) -> Tensor:
     return normed
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, traits: HeadTraits, is_causal: bool = False
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, traits: HeadTraits) -> Tensor:
     """Attention of queries (B, K, Q, D), folded by KV head as in ``TreeAttention``, to keys (B, K, W, D).
 
     Capped scores and sinks are computed in blocks of one size on a CPU, so that a query's bits depend on no other query
@@ -114,7 +112,7 @@ def attend(
     """
     scale = scale if traits.scale is None else traits.scale
     if not traits.cap and traits.sinks is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, is_causal=is_causal)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
     sinks = None
