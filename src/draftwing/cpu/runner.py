@@ -139,15 +139,10 @@ class KernelRunner(Runner):
 
     # --- forwards --------------------------------------------------------------------------------------------------
 
-    def verify(
-        self,
-        tree: DraftTree,
-        lengths: Sequence[int],
-        prompt_lengths: Sequence[int] | None = None,
-        accept: AcceptArgs | None = None,
-    ) -> TargetOutput:
+    def verify(self, entries: Entries, accept: AcceptArgs | None = None) -> TargetOutput:
+        tree = entries.tree
         result = None if accept is None else self._accept_result(accept, tree.num_rows, tree.num_nodes)
-        logits, out = self.forward(Entries(tree, lengths, prompt_lengths=prompt_lengths), accept=result)
+        logits, out = self.forward(entries, accept=result)
         assert logits is not None
         return TargetOutput(logits, out, tree, accepted=None if result is None else result.read())
 
@@ -267,7 +262,7 @@ class KernelRunner(Runner):
             arrays.numbers("q", [row.tokens[row.length] for row in request.ctx.rows]), torch.get_num_threads(),
         )  # fmt: skip
         (tokens, parents, places), (node_probs, path_probs) = (
-            block[:, : rows * nodes].unflatten(1, (rows, nodes)).unbind() for block in (numbers, probs)
+            block[:, : rows * nodes].view(-1, rows, nodes).unbind() for block in (numbers, probs)
         )
         tree = DraftTree(
             tokens, parents, path_probs, node_probs=node_probs, num_draft_forwards=draft.num_forwards,

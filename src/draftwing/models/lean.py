@@ -743,8 +743,8 @@ class LeanTarget(Target):
 
     @inference
     def forward(self, ctx: Context, tree: DraftTree, accept: AcceptArgs | None = None) -> TargetOutput:
-        runner, prompts = own_context(ctx, LeanContext).runner, [row.prompt_length for row in ctx.rows]
-        return runner.verify(tree, ctx.lengths, prompts, accept)
+        entries = Entries(tree, ctx.lengths, prompt_lengths=[row.prompt_length for row in ctx.rows])
+        return own_context(ctx, LeanContext).runner.verify(entries, accept)
 
     @torch.no_grad()
     def score(self, ids: Tensor, features: FeatureSpec = NO_FEATURES) -> TargetOutput:

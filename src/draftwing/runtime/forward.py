@@ -149,21 +149,15 @@ class Runner(ABC):
     def fuse(self, features: Tensor) -> Tensor:
         """Features (B, W, F) as states (B, W, H)."""
 
-    def verify(
-        self,
-        tree: DraftTree,
-        lengths: Sequence[int],
-        prompt_lengths: Sequence[int] | None = None,
-        accept: AcceptArgs | None = None,
-    ) -> TargetOutput:
-        """Run whole trees of a target, whose rows have ``lengths`` (B,) committed KV slots.
+    def verify(self, entries: Entries, accept: AcceptArgs | None = None) -> TargetOutput:
+        """Run whole trees of a target.
 
         Args:
             accept: how tokens are drawn, for runners that can apply ``accept.match`` and commit the kept nodes at once.
         """
-        logits, out = self.forward(Entries(tree, lengths, prompt_lengths=prompt_lengths))
+        logits, out = self.forward(entries)
         assert logits is not None
-        return TargetOutput(logits, out, tree, self.keeps_outputs)
+        return TargetOutput(logits, out, entries.tree, self.keeps_outputs)
 
     def draft(self, request: DraftRequest, verify: VerifyRequest | None = None) -> Drafted:
         """Read the unread entries and grow a tree below the last one of every row, and verify it if this runner can."""
