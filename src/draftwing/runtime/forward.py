@@ -297,8 +297,8 @@ class EagerRunner(Runner):
         ids = F.pad(ids.clamp(min=0).reshape(-1), (0, padding))
         states = None if entries.states is None else F.pad(entries.states.flatten(0, 1), (0, 0, 0, padding))
         slots = TreeSlots(
-            self.cache, tree, lengths_B, entries.lengths or None, entries.first_row, first_node, width, entries.view,
-            entries.watched, entries.rows,
+            self.cache, tree, lengths_B, entries.first_row, first_node, width, entries.view, entries.watched,
+            entries.rows,
         )  # fmt: skip
         shape, attend = net.shape, None
         if shape.num_layers:
