@@ -32,7 +32,7 @@ import torch
 import transformers
 import typer.testing
 
-from draftwing.budget import measure
+from draftwing import measure
 from draftwing.cpu.library import get_kernel
 from draftwing.errors import DraftwingError
 from draftwing.methods.base import Drafter

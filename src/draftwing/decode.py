@@ -749,8 +749,3 @@ def tree_slots(budgets: Sequence[Budget]) -> int:
 def least_pages(budget: Budget) -> int:
     """Return the pages that a prompt of one token and an answer of one need."""
     return pages_of(tree_slots([budget]) + 2)
-
-
-def loop_of(target: Target) -> Callable[[Drafter, Budget], Decoder]:
-    """Makes decoders from a drafter and a fixed budget, to measure costs with (``budget.measure``)."""
-    return lambda drafter, budget: Decoder(target, drafter, budget=budget)
