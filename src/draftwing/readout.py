@@ -5,7 +5,6 @@ Shape suffixes: B rows, N nodes, V vocabulary, D depth.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -26,8 +25,6 @@ def read_emitted(tree: DraftTree, accepted: Accepted, scores: Tensor) -> list[Em
     Args:
         scores: (B, N, V) that the rule has applied.
     """
-    if accepted.on_host is not None:
-        return accepted.on_host
     path = accepted.path
     drafted = tree.tokens.gather(1, path.clamp(min=0))
     last = path.gather(1, accepted.num[:, None])
