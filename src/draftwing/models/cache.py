@@ -75,7 +75,7 @@ class KVCache:
         self._shape = (num_layers, 2, num_kv_heads, head_dim)
         self.table: Any = None  # a ``paged.PageTable`` if slots lie in pages
         self.data = torch.zeros(num_layers, 2, 0, num_kv_heads, 0, head_dim, dtype=dtype, device=device)
-        self.states: RowStates | None = None  # of recurrent layers, if there are any
+        self.states: RowStates | None = None  # if there are recurrent layers
         self._written: set[int] = set()  # rows that have been used
 
     @property
