@@ -32,10 +32,9 @@ from rich.table import Table
 
 import draftwing as dw
 from draftwing.budget.costs import Costs
-from draftwing.budget.measure import measure
-from draftwing.decode import loop_of
 from draftwing.lab.machine import describe_machine
 from draftwing.loading import load_drafter, load_target
+from draftwing.measure import measure
 from draftwing.models.resolve import resolve
 from draftwing.models.target import Target
 from draftwing.text.tokenizer import Tokenizer
@@ -279,7 +278,7 @@ def main(
         costs = {}
         for view in sizes:
             maker = load_drafter(draft, model, None, options={"budget": view})
-            costs[view] = measure(model, maker, loop_of(model), COSTS_SECONDS, long=lengths[-1])
+            costs[view] = measure(model, maker, COSTS_SECONDS, long=lengths[-1])
     lines = inflections(found, costs, gamma)
     title = (
         f"{short(target)}{' (stretched)' if is_stretched else ''}, {draft}, chains of {gamma}, {quantize or 'float32'}"

@@ -32,7 +32,7 @@ import torch
 import transformers
 import typer.testing
 
-from draftwing.budget import measure
+from draftwing import measure
 from draftwing.cpu.library import get_kernel
 from draftwing.errors import DraftwingError
 from draftwing.shipped import SHIPPED
@@ -313,9 +313,22 @@ def build(family: str, seed: int = 0, **changes: Any) -> Any:
     return model
 
 
+@pytest.fixture(params=[True, False], ids=["tiles", "vectors"])
+def tiles(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """With matrix tiles, if the processor has them, and without; float32 rows are split in both cases."""
+    kernel = get_kernel()
+    assert kernel is not None
+    before = kernel.has_tiles
+    if kernel.use_tiles(request.param) != request.param:
+        pytest.skip("this processor has no tiles that work")
+    kernel.has_tiles = True
+    yield request.param
+    kernel.use_tiles(before)
+
+
 @pytest.fixture
 def without_tiles() -> Iterator[None]:
-    """Float32 rows are multiplied as they are: what matrix tiles make of them stands in test_split.py."""
+    """Float32 rows are multiplied as they are: ``test_products`` tests what matrix tiles make of them."""
     kernel = get_kernel()
     before = kernel is not None and kernel.has_tiles
     if kernel is not None:

@@ -106,7 +106,7 @@ def fill_row(value):
 
 NOT_FINITE = ("layers.2.self_attn.k_proj.weight", "32 of 512", "NaN or infinite", "Download")
 NO_TOKENIZER = ("no tokenizer can be read", "put the model's tokenizer.json next to")
-NO_GENERATION_CONFIG = ("generation_config.json: not readable as a JSON object", "download it again")
+NO_GENERATION_CONFIG = ("generation_config.json: expected", "JSON", "Download it again")
 NO_EOS = ("`eos_token_id` must be a token id below 300", "found", "correct it, or download")
 DEEP = '{"a":' * 100_000
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from draftwing.models import gpu
-from draftwing.models.attention import FusedTreeAttention, PagedTreeAttention, TreeAttention, TreeSlots
+from draftwing.models.attention import FusedTreeAttention, TreeAttention, TreeSlots
 from draftwing.models.cache import KVCache
 from draftwing.models.layers import RMSNorm
 from draftwing.models.paged import PageTable
@@ -66,10 +66,9 @@ def attend(kind, cache, tree, lengths, heads, *, first_node=0, first_row=0, wind
     on_host = torch.tensor(lengths)
     strided = torch.stack([on_host, on_host + 1000], 1).to(DEVICE)[:, 0]  # as in a recorded draft
     slots = -(-(max(lengths) + tree.num_nodes) // 64) * 64
-    known = None if kind is FusedTreeAttention else lengths
-    where = TreeSlots(cache, tree, strided, known, first_row, first_node, slots)
+    where = TreeSlots(cache, tree, strided, first_row, first_node, slots)
     with torch.inference_mode():
-        return kind(cis, where, [window], heads.num_heads, total)(0, qkv, heads)
+        return kind(cis, where, [window], (heads.num_heads, heads.num_kv_heads), total)(0, qkv, heads)
 
 
 CASES = {
@@ -101,7 +100,7 @@ def test_attention(name, normed):
 def test_attention_over_pages():
     heads, tree, lengths = Heads(4, 2, 32), binary_trees(2, 7), [100, 5]
     results = []
-    for kind in (PagedTreeAttention, FusedTreeAttention):
+    for kind in (TreeAttention, FusedTreeAttention):
         table = PageTable(num_rows=2, num_slots=256)
         cache = table.cache(1, heads.num_kv_heads, heads.head_dim, torch.float32, DEVICE)
         table.allocate(12 * cache.num_page_bytes)

@@ -255,7 +255,7 @@ def test_adapters_that_are_damaged(folder_of, tmp_path):
     (adapter / "adapter_model.bin").unlink()
     with refused(CheckpointError, "expected adapter_model.safetensors, found none"):
         load_target(base, lora=adapter)
-    for content, kind in (("{", "not readable as JSON"), ("[]", "expected a JSON object")):
+    for content, kind in (("{", "expected JSON"), ("[]", "expected a JSON object")):
         (adapter / "adapter_config.json").write_text(content)
         with refused(CheckpointError, "adapter_config.json", kind):
             load_target(base, lora=adapter)

@@ -14,7 +14,7 @@ from conftest import SMALL, Recorder, kernel_size
 from draftwing.decode import Decoder
 from draftwing.engine import Engine
 from draftwing.models.lean import LeanTarget
-from draftwing.models.paged import PAGE, PageTable, Prefixes, new_cache
+from draftwing.models.paged import PAGE, PageTable, new_cache
 from draftwing.sampling import Sampling
 from test_exact import DRAFTERS, FUSED
 
@@ -265,7 +265,7 @@ def test_pages_are_found_by_all_tokens_up_to_them():
     table = PageTable(4, 1024)
     made = table.cache(1, 1, 8, torch.float32, torch.device("cpu"))
     table.allocate(14 * made.num_page_bytes)
-    prefixes, first = Prefixes(table), text(1, 3 * PAGE + 5)
+    prefixes, first = table.prefixes, text(1, 3 * PAGE + 5)
     second = [first[0] + 1, *first[1:]]
     for tokens in (first, second):
         table.hold(0, [len(tokens)], 0)
@@ -303,7 +303,7 @@ def test_a_page_that_holds_more_replaces_those_that_hold_less():
     table = PageTable(4, 1024)
     made = table.cache(1, 1, 8, torch.float32, torch.device("cpu"))
     table.allocate(20 * made.num_page_bytes)
-    prefixes, tokens = Prefixes(table), text(1, 2 * PAGE)
+    prefixes, tokens = table.prefixes, text(1, 2 * PAGE)
     for length in (5, 9, 9, 7, PAGE + 1, PAGE + 4, PAGE + 3):
         table.hold(0, [length], 0)
         prefixes.remember(tokens[:length], table.rows[0], length - 1)

@@ -14,7 +14,7 @@ import torch
 
 from conftest import build, refused
 from draftwing import decode
-from draftwing.budget import measure as profile
+from draftwing import measure as profile
 from draftwing.budget.config import CONFIG
 from draftwing.budget.costs import Costs
 from draftwing.decode import Decoder
@@ -41,15 +41,11 @@ def all_sizes(monkeypatch):
     monkeypatch.setattr(profile, "CONFIG", replace(CONFIG, seconds=0.05))
 
 
-def loop_of(target):
-    return lambda drafter, budget: Decoder(target, drafter, budget=budget)
-
-
 def measure(target, maker, rounds=2, **named) -> Costs:
     """Everything that is measured in this number of rounds, however long they take."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(profile, "CONFIG", replace(CONFIG, rounds=rounds))
-        return profile.measure(target, maker, loop_of(target), math.inf, **named)
+        return profile.measure(target, maker, math.inf, **named)
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +153,7 @@ def test_a_measurement_takes_no_longer_than_it_may(step, per_node, target, monke
         lambda nodes, rows, context: step * (1 + per_node * (nodes * rows - 1)),
         lambda budget, rows: step / 5 * budget.depth * (1 + 0.1 * budget.width),
     )
-    costs = profile.measure(target, script.drafter, loop_of(target), 0.5)
+    costs = profile.measure(target, script.drafter, 0.5)
     assert script.now <= max(0.5, 0.5 + 0.22 * step, 2.22 * step)
     assert costs.verify(1) == pytest.approx(step)
     assert costs.verify(64) >= 0.999 * step
@@ -169,7 +165,7 @@ def test_a_complete_measurement_ends_in_time(target, monkeypatch):
     script = Script(monkeypatch, target, lambda nodes, rows, context: 0.05)
     with monkeypatch.context() as patched:
         patched.setattr(profile, "CONFIG", CONFIG)
-        profile.measure(target, script.drafter, loop_of(target))
+        profile.measure(target, script.drafter)
     assert CONFIG.seconds / 2 < script.now <= CONFIG.seconds
 
 

@@ -1,4 +1,4 @@
-"""Products in bfloat16: rounded rows and weights, float32 sums, and the same bits with and without matrix tiles."""
+"""Models in bfloat16: rounded rows and weights, float32 sums (see ``test_products``)."""
 
 import os
 import shutil
@@ -22,119 +22,11 @@ from draftwing.models.lean import LeanTarget
 from draftwing.models.linear import Linear
 from draftwing.tree import DraftTree
 from processors import can_int8
+from test_products import linear_of, reference
 from test_weight_formats import stored
 
 kernel = get_kernel()
 pytestmark = pytest.mark.skipif(kernel is None, reason="no kernel here")
-ROWS = (1, 2, 3, 5, 6, 7, 12, 13, 15, 16, 17, 31, 33, 48, 64, 70)
-# Inputs: less than a step of 32, whole steps, some more, and odd. Outputs: less than 64, and more.
-SHAPES = [(1, 3), (31, 10), (32, 64), (37, 65), (64, 70), (130, 200), (577, 130), (1030, 64)]
-
-
-@pytest.fixture(params=[True, False], ids=["tiles", "vectors"])
-def tiles(request):
-    """With tiles, if the processor has them, and without."""
-    before = kernel.has_tiles
-    if kernel.use_tiles(request.param) != request.param:
-        pytest.skip("this processor has no tiles that work")
-    yield request.param
-    kernel.use_tiles(before)
-
-
-def packed(weight: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False) -> Linear:
-    linear = Linear(weight.clone(), bias)
-    linear.pack(rounds=True, gated=gated)
-    return linear
-
-
-def product(weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None, threads: int = 2) -> torch.Tensor:
-    linear, before = packed(weight, bias), torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        return linear(x)
-    finally:
-        torch.set_num_threads(before)
-
-
-def reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """(R, out) float32: of each 32 inputs, sum the even and the odd ones, then both, then add them to the total."""
-    x, weight = x.bfloat16().float(), weight.bfloat16().float()
-    total = torch.zeros(len(x), len(weight))
-    for start in range(0, x.shape[1], 32):
-        halves = torch.zeros(2, *total.shape)
-        for i in range(start, min(start + 32, x.shape[1])):
-            halves[i % 2] += x[:, i, None] * weight[:, i]  # exact
-        total += halves[0] + halves[1]
-    return total
-
-
-# --- products --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_order_of_sums(shape, tiles):
-    """To the bit, for every number of rows. And n rounded sums are wrong by at most n / 2^24 of the absolute sum."""
-    num_in, num_out = shape
-    torch.manual_seed(num_in)
-    x, weight, bias = torch.randn(ROWS[-1], num_in), torch.randn(num_out, num_in), torch.randn(num_out)
-    expected = reference(x, weight) + bias
-    near, exact = x.bfloat16().double(), weight.bfloat16().double()
-    longest = 17 + 1 + -(-num_in // 32) + 1  # sums that a number takes part in, with the bias's
-    bound = longest * 2.0**-24 * (near.abs() @ exact.abs().T + bias.abs())
-    assert ((expected - (near @ exact.T + bias)).abs() <= bound).all()
-    for rows in ROWS:
-        assert torch.equal(product(weight, x[:rows], bias), expected[:rows]), rows
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_a_rows_bits_do_not_depend_on_other_rows(tiles, threads):
-    torch.manual_seed(threads)
-    x, weight = torch.randn(70, 203), torch.randn(150, 203)
-    alone = torch.cat([product(weight, row[None], threads=threads) for row in x])
-    for rows in ROWS[1:]:
-        assert torch.equal(product(weight, x[:rows], threads=threads), alone[:rows])
-        assert torch.equal(product(weight, x[-rows:], threads=threads), alone[-rows:])
-
-
-def test_with_and_without_tiles_the_bits_are_the_same():
-    """Also of numbers and sums that are too small to be normal."""
-    before = kernel.has_tiles
-    if not kernel.use_tiles(True):
-        pytest.skip("this processor has no tiles that work")
-    torch.manual_seed(0)
-    for bounds in ((-20, 20), (-80, -40), (-140, 1)):
-        scale = torch.exp2(torch.randint(*bounds, (1, 707)).float())
-        x, weight = torch.randn(67, 707) * scale, torch.randn(130, 707) * scale.flip(1)
-        assert kernel.use_tiles(True)
-        with_tiles = product(weight, x)
-        kernel.use_tiles(False)
-        assert torch.equal(product(weight, x), with_tiles)
-        assert with_tiles.abs().amax() > 0
-    kernel.use_tiles(before)
-
-
-def test_rows_are_rounded_to_the_nearest_and_ties_to_even(tiles):
-    """An identity matrix shows each input; the last column remains of sixteen."""
-    exact = 1 + torch.arange(64) / 128  # in bfloat16
-    between = torch.cat([exact, -exact]) + 2.0**-8  # in the middle of two
-    x = torch.stack([between, between * (1 + 2.0**-20), between * (1 - 2.0**-20), between * 1e38])
-    x = torch.cat([x, torch.full((4, 1), 1e-39)], 1)
-    found = product(torch.eye(129), x)
-    expected = x.bfloat16().float()
-    expected[:, -1] = 0  # too small to be normal
-    assert torch.equal(found, expected)
-    assert not torch.equal(found[0], found[1])
-
-
-def test_numbers_that_are_not_finite_stay_so(tiles):
-    x = torch.randn(5, 40)
-    x[0, 3], x[2, 39], x[3, 0], x[4, 8] = torch.nan, -torch.inf, torch.finfo(torch.float32).max, torch.nan
-    x.view(torch.int32)[4, 8] = 0x7FFFFFFF  # a NaN whose rounding up would overflow
-    found = product(torch.ones(3, 40), x)
-    assert found[[0, 4]].isnan().all()
-    assert found[1].isfinite().all()
-    assert (found[2] == -torch.inf).all()
-    assert (found[3] == torch.inf).all()  # beyond the largest number of bfloat16
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs AVX-512")
@@ -172,14 +64,14 @@ def test_weights_of_every_format_become_bfloat16(name):
     assert torch.equal(rounded.data, part.expand().bfloat16())
     linear = Linear.of_stored([rounded], None, rounds=True)
     x = torch.randn(3, 512)
-    assert torch.equal(linear(x), reference(x, part.expand()))
+    assert torch.equal(linear(x), reference("rounded", x, part.expand()))
     assert linear.num_bytes == 128 * 512 * 2
 
 
 def test_refilled_numbers_are_rounded_too():
-    linear, fresh, x = packed(torch.randn(70, 50)), torch.randn(70, 50), torch.randn(3, 50)
+    linear, fresh, x = linear_of("rounded", torch.randn(70, 50)), torch.randn(70, 50), torch.randn(3, 50)
     linear.refill(fresh)
-    assert torch.equal(linear(x), reference(x, fresh))
+    assert torch.equal(linear(x), reference("rounded", x, fresh))
 
 
 # --- models ----------------------------------------------------------------------------------------------------------

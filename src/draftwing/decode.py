@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import NoneType
 from typing import cast
 
@@ -40,7 +40,7 @@ from draftwing.readout import add_node_distributions, explain, get_logprobs, rea
 from draftwing.request import Request
 from draftwing.runtime.forward import PREFILL_CHUNK
 from draftwing.runtime.graphs import RECORDED
-from draftwing.runtime.tree_builder import prune_by_rule
+from draftwing.runtime.tree_builder import cut_to_depth, prune_by_rule
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.stats import RowStep, Step, Timings
 from draftwing.torch_utils import joined
@@ -185,7 +185,7 @@ class Decoder:
         check_arguments(_ARGUMENTS, {**values, "kv_memory": kv_memory, "max_batch": max_batch})
         self.target, self._planner = target, planner
         self.rule = get_rule(rule, lossless=lossless)
-        self.budget = self.checked(budget or Budget())
+        self.budget = budget_for_rule(budget or Budget(), self.rule)
         self._new_drafter = drafter if callable(drafter) else NoDrafter if drafter is None else None
         self.pages: PageTable | None = None
         if kv_memory is not None:
@@ -267,10 +267,6 @@ class Decoder:
             return False
         keeps_nothing = not self.drafter.reads_features and len(self.pages.caches) == 1
         return cast(LeanTarget, self.target).is_prefix_free and (self.drafter.resumes or keeps_nothing)
-
-    def checked(self, budget: Budget) -> Budget:
-        """A budget as the rule needs it. Raises ConfigError for one that it cannot take."""
-        return budget_for_rule(budget, self.rule)
 
     def check(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         """Raise PromptError or SamplingError if such a request cannot be decoded."""
@@ -622,11 +618,7 @@ class Decoder:
     def _read(self, ctx: Context, drafter: Drafter, prefill: Prefill, stop: int) -> Tensor | None:
         """Read up to ``stop``; of the last piece, returns the features that the drafter has not read yet."""
         row = prefill.row
-        if not self.target.supports_pages:  # reads whole prompts only
-            features = self.target.prefill(ctx, row.tokens, row.prompt_length)
-            ctx.rows.pop()
-        else:
-            features = self.target.read(ctx, row, prefill.done, stop)
+        features = self.target.read(ctx, row, prefill.done, stop)
         if stop < row.length:
             if drafter.resumes:
                 drafter.read_on(ctx, row, features, stop)
@@ -744,11 +736,7 @@ def cut_depth(budget: Budget, depth: int) -> Budget:
     The depth is rounded up to a power of two: where drafts are recorded, each depth is recorded separately.
     """
     depth = max(_MIN_DEPTH, 1 << (depth - 1).bit_length()) if depth > 0 else 0
-    if budget.depth <= depth:
-        return budget
-    if budget.paths is None or depth == 0:
-        return replace(budget, depth=depth, paths=None)
-    return replace(budget, paths=tuple(path for path in budget.paths if len(path) <= depth))
+    return budget if budget.depth <= depth else cut_to_depth(budget, depth)
 
 
 def tree_slots(budgets: Sequence[Budget]) -> int:
@@ -761,8 +749,3 @@ def tree_slots(budgets: Sequence[Budget]) -> int:
 def least_pages(budget: Budget) -> int:
     """Return the pages that a prompt of one token and an answer of one need."""
     return pages_of(tree_slots([budget]) + 2)
-
-
-def loop_of(target: Target) -> Callable[[Drafter, Budget], Decoder]:
-    """Makes decoders from a drafter and a fixed budget, to measure costs with (``budget.measure``)."""
-    return lambda drafter, budget: Decoder(target, drafter, budget=budget)

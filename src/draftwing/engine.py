@@ -26,7 +26,7 @@ from draftwing.checks import BATCH_SIZE, MAX_TOKENS, Argument, check_arguments, 
 from draftwing.constraint import Constraint
 from draftwing.decode import MAX_ROWS, Decoder, Prefill, tree_slots
 from draftwing.errors import ConfigError, DraftwingError, PromptError, SlotsError, shown
-from draftwing.limits import AtMost, check_constraint, check_drafts
+from draftwing.limits import AtMost, budget_for_rule, check_constraint, check_drafts
 from draftwing.methods.base import Budget
 from draftwing.models.paged import PAGE, PageTable, SlotsExhausted, pages_of
 from draftwing.request import Request
@@ -224,7 +224,7 @@ class Engine:
             check_constraint(constraint, sampling)
         if drafts is not None:
             drafts = check_drafts(drafts, self.decoder.draft_names)
-            budget = budget if drafts else self.decoder.checked(Budget(0))
+            budget = budget if drafts else budget_for_rule(Budget(0), self.decoder.rule)
         request = Request(
             next(self._ids), prompt_ids, sampling, budget, self._tokenizer, reference_ids,
             constraint, drafts, priority, deadline,
@@ -238,13 +238,13 @@ class Engine:
         if speculation is None or isinstance(speculation, AtMost):
             return speculation
         if isinstance(speculation, str) and speculation == "none":
-            return self.decoder.checked(Budget(0))
+            return budget_for_rule(Budget(0), self.decoder.rule)
         if not isinstance(speculation, Budget):
             raise ConfigError(
                 f"speculation must be a Budget, 'none' or None, found {shown(speculation)}: write Budget(5) for chains "
                 f"of 5 tokens"
             )
-        return self.decoder.checked(speculation)
+        return budget_for_rule(speculation, self.decoder.rule)
 
     def _check_room(self, prompt_ids: Sequence[int], sampling: Sampling, budget: Budget | AtMost | None) -> None:
         """Raise PromptError for a request that would never fit into memory."""

@@ -11,13 +11,13 @@ from types import NoneType
 from typing import Any
 
 from draftwing.budget.costs import Costs
-from draftwing.budget.measure import measure
 from draftwing.budget.planner import Planner, planner_for
 from draftwing.checks import AT_MOST_BATCH, BATCH_SIZE, MAX_BATCH, Argument, check_arguments
 from draftwing.constraint import Constraint
-from draftwing.decode import Decoder, loop_of
+from draftwing.decode import Decoder
 from draftwing.engine import Engine, Speculation
 from draftwing.errors import ConfigError, DraftwingError, shown
+from draftwing.measure import measure
 from draftwing.methods.base import BUDGET_ARGUMENT, Budget, Drafter, NoDrafter
 from draftwing.models.target import Target
 from draftwing.request import Request
@@ -164,7 +164,7 @@ class LM:
             ConfigError: the target's context is too short to measure.
         """
         if self._costs is None:
-            self._costs = measure(self.target, self.new_drafter, loop_of(self.target))
+            self._costs = measure(self.target, self.new_drafter)
         return self._costs
 
     @property

@@ -30,7 +30,7 @@ from draftwing.models.lora import read_adapter_config
 from draftwing.models.paged import PAGE, check_memory
 from draftwing.models.resolve import resolve
 from draftwing.models.target import Target
-from draftwing.storage import exists, read_json
+from draftwing.storage import exists, read_json_object
 from draftwing.text.tokenizer import Tokenizer
 
 DTYPES = {
@@ -356,10 +356,5 @@ def _check_end_tokens(file: Path, eos: Any, vocab_size: int) -> list[int]:
 def _generation_eos(folder: Path, vocab_size: int) -> list[int]:
     """Return the end tokens of generation_config.json (Llama 3 has three)."""
     file = folder / "generation_config.json"
-    if not file.exists():
-        return []
-    try:
-        eos = read_json(file).get("eos_token_id")
-    except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{file}: not readable as a JSON object ({error}): download it again") from error
+    eos = read_json_object(file).get("eos_token_id") if file.exists() else None
     return _check_end_tokens(file, eos, vocab_size)

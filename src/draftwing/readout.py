@@ -5,7 +5,6 @@ Shape suffixes: B rows, N nodes, V vocabulary, D depth.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -26,18 +25,6 @@ def read_emitted(tree: DraftTree, accepted: Accepted, scores: Tensor) -> list[Em
     Args:
         scores: (B, N, V) that the rule has applied.
     """
-    if accepted.on_host is not None:
-        return accepted.on_host
-    if on_host(scores):  # small tensors: loops are faster than operators
-        emitted = []
-        columns = (tree.tokens, tree.parents, accepted.path, accepted.num, accepted.bonus)
-        lists = (column.tolist() for column in columns)
-        for row, (tokens, parents, path, num, bonus) in enumerate(zip(*lists, strict=True)):
-            used = sum(token != PAD for token in tokens)
-            finite = math.isfinite(float(scores[row, path[num], bonus]))
-            kept = [*(tokens[node] for node in path[1 : num + 1]), bonus]
-            emitted.append(Emitted(kept, used - 1, max(depths_of(parents)), finite))
-        return emitted
     path = accepted.path
     drafted = tree.tokens.gather(1, path.clamp(min=0))
     last = path.gather(1, accepted.num[:, None])

@@ -47,6 +47,7 @@ class Request:
             ``cancelled`` or ``deadline``.
         error: why it failed.
         num_cached: tokens of its prompt that were found in the slots of others when it was first read.
+        is_restricted: some tokens may be forbidden, at least at the start of its text.
 
     Raises:
         ConfigError: stop strings without a tokenizer.
@@ -66,6 +67,7 @@ class Request:
     finish_reason: str | None = field(default=None, init=False)
     error: DraftwingError | None = field(default=None, init=False)
     num_cached: int | None = field(default=None, init=False)
+    is_restricted: bool = field(default=False, init=False)
     _steps: dict[int, tuple[RowStep, Share]] = field(default_factory=dict, init=False, repr=False)  # by position
     # (number of tokens, the state after them)
     _state: tuple[int, State] | None = field(default=None, init=False, repr=False)
@@ -77,12 +79,8 @@ class Request:
         if self.sampling.stop and self.tokenizer is None:
             raise ConfigError("stop strings need a tokenizer: give one, or use stop_tokens")
         self.sampling = with_seed(self.sampling)
+        self.is_restricted = self.constraint is not None or self.sampling.min_tokens > 0
         self.restart_text()
-
-    @property
-    def is_restricted(self) -> bool:
-        """True if some tokens may be forbidden, at least at the start of its text."""
-        return self.constraint is not None or bool(self.sampling.min_tokens)
 
     @property
     def text(self) -> str:

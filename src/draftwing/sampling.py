@@ -303,6 +303,14 @@ class SamplingBatch:
         self.biases = any(row.logit_bias or row.banned_tokens for row in rows)
         self.adjusts = self.penalises or self.biases
         self.has_node_distributions = any(row.node_distributions for row in rows)
+        vocab = noise.vocab_size
+        top_ks = [0 if row.top_k is None or row.top_k >= vocab else row.top_k for row in rows]
+        self._cuts = any(row.top_k is not None or row.top_p < 1 or row.min_p > 0 for row in rows)
+        self.all_filters: Filters = (
+            [row.temperature for row in rows], top_ks, [row.top_p for row in rows], [row.min_p for row in rows],
+        )  # fmt: skip
+        # None if there is nothing to apply
+        self.filters = self.all_filters if not self.all_greedy and (self.scales or self._cuts) else None
         self._columns: dict[str, Tensor] = {}
 
     def _column(self, name: str) -> Tensor:
@@ -326,10 +334,6 @@ class SamplingBatch:
     def only_temperature(self) -> bool:
         """True if the scores follow from the logits and a temperature alone."""
         return not (self.penalises or self.biases or (self._cuts and not self.all_greedy))
-
-    @cached_property
-    def _cuts(self) -> bool:
-        return any(row.top_k is not None or row.top_p < 1 or row.min_p > 0 for row in self.rows)
 
     def scores(self, logits: Tensor, tree: DraftTree, history: History | None) -> Tensor:
         """Return the scores (B, N, V) of the token after each node. ``history`` may be None without penalties."""
@@ -395,18 +399,6 @@ class SamplingBatch:
             floor = scores.amax(-1, keepdim=True) + self._column("min_p").log().to(scores.dtype)
             scores = scores.masked_fill(scores < floor, -math.inf)
         return scores
-
-    @cached_property
-    def filters(self) -> Filters | None:
-        """``all_filters``; None if there is nothing to apply."""
-        return None if self.all_greedy or not (self.scales or self._cuts) else self.all_filters
-
-    @cached_property
-    def all_filters(self) -> Filters:
-        """Temperatures, top-k in 32 bits (0 for all tokens), top-p and min-p of the rows, as the kernel takes them."""
-        vocab, rows = self.noise.vocab_size, self.rows
-        top_ks = [0 if row.top_k is None or row.top_k >= vocab else row.top_k for row in rows]
-        return [row.temperature for row in rows], top_ks, [row.top_p for row in rows], [row.min_p for row in rows]
 
     def _top_k(self, scores: Tensor) -> Tensor:
         """Mask scores below the k-th; ties with it stay, as in transformers."""

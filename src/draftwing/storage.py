@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from draftwing.errors import CheckpointError, DraftwingError
+from draftwing.errors import CheckpointError, DraftwingError, shown
 
 if sys.platform != "win32":  # there, output folders are not locked
     import fcntl
@@ -89,6 +89,24 @@ def read_json(path: Path) -> Any:
     """
     check_regular(path)
     return parse_json(path.read_text(encoding="utf-8"))
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of a model.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: it cannot be read, or holds something else.
+    """
+    try:
+        value = read_json(path)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: expected JSON, cannot be read ({error}). Download it again.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {shown(value)}. Download it again.")
+    return value
 
 
 # --- output files ----------------------------------------------------------------------------------------------------

@@ -201,14 +201,20 @@ class DraftTree:
         tokens[at], parents[at] = PAD, -1
         used = (tokens != PAD).any(0).nonzero()
         count = int(used[-1]) + 1
-        confidence, draft_probs, told = (
-            None if each is None else each[:, :count] for each in (self.confidence, self.draft_probs, self.node_probs)
-        )
-        effort = float(self.max_depth) if self.num_draft_forwards is None else self.num_draft_forwards
+        num_forwards = float(self.max_depth) if self.num_draft_forwards is None else self.num_draft_forwards
         is_line = self.is_line or count == 1
-        depth = count - 1 if is_line else None
+        cut = replace(self, tokens=tokens, parents=parents, num_draft_forwards=num_forwards, is_line=is_line)
+        return replace(cut._first(count), depth=count - 1 if is_line else None)
+
+    def _first(self, count: int) -> DraftTree:
+        """The first ``count`` nodes, of an unknown depth."""
+        tokens, parents = self.tokens[:, :count], self.parents[:, :count]
+        confidence, draft_probs, node_probs = (
+            None if column is None else column[:, :count]
+            for column in (self.confidence, self.draft_probs, self.node_probs)
+        )
         return DraftTree(
-            tokens[:, :count], parents[:, :count], confidence, draft_probs, told, effort, is_line=is_line, depth=depth
+            tokens, parents, confidence, draft_probs, node_probs, self.num_draft_forwards, is_line=self.is_line
         )
 
     def with_extra_nodes(self, tokens: Tensor, parents: Tensor, depth: int) -> DraftTree:
@@ -246,15 +252,7 @@ class DraftTree:
     @property
     def proposals(self) -> DraftTree:
         """The tree without the extra nodes."""
-        if not self.num_extra_nodes:
-            return self
-        count = self.num_nodes - self.num_extra_nodes
-        columns = (self.tokens, self.parents, self.confidence, self.draft_probs, self.node_probs)
-        cut = [None if each is None else each[:, :count] for each in columns]
-        tokens, parents, confidence, draft_probs, told = cut
-        assert tokens is not None
-        assert parents is not None
-        return DraftTree(tokens, parents, confidence, draft_probs, told, self.num_draft_forwards)
+        return self._first(self.num_nodes - self.num_extra_nodes) if self.num_extra_nodes else self
 
     @property
     def proposed(self) -> DraftTree:

@@ -235,7 +235,7 @@ class LearnedCosts:
 
     @property
     def knots(self) -> Costs:
-        """The costs at the sizes that ``budget.measure`` measures."""
+        """The costs at the sizes that ``measure`` measures."""
         typical = self._typical
         chain = CONFIG.depths if typical.chain.knots else ()
         tree = CONFIG.depths if typical.tree.knots else ()

@@ -22,7 +22,6 @@ from draftwing.models.cache import View
 from draftwing.noise import AcceptArgs
 from draftwing.tree import Accepted, Emitted
 
-BLOCK_ITEMS = 1 << 13  # numbers per block of a ``BumpAllocator``: some hundred steps
 MAX_KEPT_BLOCKS = 3  # blocks of a ``BufferPool``: logits of the last steps may still be referenced
 MAX_OVERSIZE = 4  # a pooled block may be this many times larger than the request
 
@@ -95,28 +94,6 @@ class BufferPool:
         return torch.from_numpy(array), address  # its views keep ``array`` alive
 
 
-class BumpAllocator:
-    """Allocates arrays of one type, each once, from blocks that live as long as any of their arrays.
-
-    Asking a new array for its address takes longer than filling it if the caches are cold, so arrays are cut from a
-    block whose address is known.
-    """
-
-    def __init__(self, dtype: type[np.generic]) -> None:
-        self._dtype, self._itemsize, self._offset = dtype, np.dtype(dtype).itemsize, 0
-        self._block: npt.NDArray[Any] = np.empty(0, dtype)
-        self._address = 0
-
-    def take(self, count: int) -> tuple[npt.NDArray[Any], int]:
-        """An uninitialised array (count,), and its address."""
-        offset = self._offset
-        if offset + count > len(self._block):
-            self._block, offset = np.empty(max(BLOCK_ITEMS, count), self._dtype), 0
-            self._address = self._block.ctypes.data
-        self._offset = offset + count
-        return self._block[offset : offset + count], self._address + offset * self._itemsize
-
-
 class AcceptResult:
     """``accept.match`` in the kernel: its arguments, and the result for trees of at most ``nodes`` nodes.
 
@@ -125,21 +102,20 @@ class AcceptResult:
         arrays: what ``args`` refers to; others of the same call may be added.
     """
 
-    def __init__(self, accept: AcceptArgs, rows: int, nodes: int, numbers: BumpAllocator) -> None:
+    def __init__(self, accept: AcceptArgs, rows: int, nodes: int) -> None:
         self._rows, self._nodes, self.arrays = rows, nodes, KernelArgs()
-        self._found, address = numbers.take(rows * (5 + 2 * nodes))
+        self._found = torch.empty(rows * (5 + 2 * nodes), dtype=torch.int64)
         seeds, filters = self.arrays.numbers("q", [*accept.seeds, *accept.starts]), None
         if accept.filters is not None:
             filters = self.arrays.structures([Filter(*row) for row in zip(*accept.filters, strict=True)])
-        self.args = layout.AcceptStruct(accept.noise, seeds, seeds + 8 * rows, filters, address)
+        self.args = layout.AcceptStruct(accept.noise, seeds, seeds + 8 * rows, filters, self._found.data_ptr())
 
     def read(self, nodes: int | None = None) -> Accepted:
         """The kept nodes, after the kernel has run; ``nodes`` of the trees, if there were fewer."""
         nodes, longest, emitted = nodes or self._nodes, 0, []
-        found = self._found[: self._rows * (5 + 2 * nodes)].reshape(self._rows, -1)
-        for numbers in found.tolist():
+        found = self._found[: self._rows * (5 + 2 * nodes)].view(self._rows, -1)
+        for numbers in found.numpy().tolist():
             num, _, used, depth, finite = numbers[:5]
             emitted.append(Emitted(numbers[5 + nodes : 6 + nodes + num], used - 1, depth, finite > 0))
             longest = max(longest, num)
-        path, num, bonus = map(torch.from_numpy, (found[:, 5 : 6 + longest], found[:, 0], found[:, 1]))
-        return Accepted(path, num, bonus, emitted)
+        return Accepted(found[:, 5 : 6 + longest], found[:, 0], found[:, 1], emitted)

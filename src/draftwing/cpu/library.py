@@ -21,7 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -81,6 +81,23 @@ class HugePageArena:
         return pages, start
 
 
+_INT, _LONG, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
+# The results and arguments of the library's functions, as ``native/kernel.cpp`` declares them.
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "run": (None, [_POINTER, _INT, _POINTER, _INT]),
+    "draft": (_INT, [_POINTER, _INT, *[_POINTER] * 4, _INT]),
+    "verify": (None, [_POINTER, _INT, *[_POINTER] * 2, _INT]),
+    "accept": (None, [_POINTER, *[_INT] * 2, *[_POINTER] * 3]),
+    "commit": (None, [_POINTER, *[_INT] * 3, _POINTER, *[_INT] * 2]),
+    "noise_new": (_POINTER, [_LONG] * 2),
+    "noise_free": (None, [_POINTER]),
+    "noise_copy": (None, [_POINTER, *[_LONG] * 3, _POINTER]),
+    "pack": (_INT, [_INT, _POINTER, *[_LONG] * 5, _POINTER, *[_LONG] * 2]),
+    "rows": (None, [_INT, _POINTER, _INT, *[_POINTER] * 2, _LONG]),
+    "advise": (None, [_POINTER, _LONG]),
+}
+
+
 class Kernel:
     """The compiled library.
 
@@ -98,35 +115,15 @@ class Kernel:
 
     def __init__(self, library: ctypes.CDLL, name: str) -> None:
         self.name = name
-        self.run, self._commit = library.draftwing_run, library.draftwing_commit
-        self.run.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32]
-        self.run.restype = None
-        self.draft = library.draftwing_draft
-        self.draft.argtypes = [ctypes.c_void_p, ctypes.c_int32, *[ctypes.c_void_p] * 4, ctypes.c_int32]
-        self._commit.argtypes = [
-            ctypes.c_void_p, *[ctypes.c_int32] * 3, ctypes.c_void_p, *[ctypes.c_int32] * 2,
-        ]  # fmt: skip
-        self._commit.restype = None
+        for function, (result, arguments) in _SIGNATURES.items():
+            native = getattr(library, f"draftwing_{function}")
+            native.restype, native.argtypes = result, arguments
+        self.run, self.draft = library.draftwing_run, library.draftwing_draft
+        self.verify, self.accept = library.draftwing_verify, library.draftwing_accept
         self.noise_new, self.noise_free = library.draftwing_noise_new, library.draftwing_noise_free
-        self.noise_new.argtypes, self.noise_new.restype = [ctypes.c_int64] * 2, ctypes.c_void_p
-        self.noise_free.argtypes, self.noise_free.restype = [ctypes.c_void_p], None
-        self.noise_copy, self.accept = library.draftwing_noise_copy, library.draftwing_accept
-        self.noise_copy.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
-        self.noise_copy.restype = None
-        self.accept.argtypes = [ctypes.c_void_p, *[ctypes.c_int32] * 2, *[ctypes.c_void_p] * 3]
-        self.accept.restype = None
-        self.verify = library.draftwing_verify
-        self.verify.argtypes = [ctypes.c_void_p, ctypes.c_int32, *[ctypes.c_void_p] * 2, ctypes.c_int32]
-        self.verify.restype = None
-        self._pack = library.draftwing_pack
-        self._pack.argtypes = [
-            ctypes.c_int32, ctypes.c_void_p, *[ctypes.c_int64] * 5, ctypes.c_void_p, *[ctypes.c_int64] * 2,
-        ]  # fmt: skip
-        library.draftwing_advise.argtypes, library.draftwing_advise.restype = [ctypes.c_void_p, ctypes.c_int64], None
+        self.noise_copy = library.draftwing_noise_copy
+        self._commit, self._pack, self._rows = library.draftwing_commit, library.draftwing_pack, library.draftwing_rows
         self._pages = HugePageArena(library.draftwing_advise)
-        self._rows = library.draftwing_rows
-        self._rows.argtypes = [ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, *[ctypes.c_void_p] * 2, ctypes.c_int64]
-        self._rows.restype = None
         self.max_ops: int = library.draftwing_sizes(2)
         self._use_tiles = library.draftwing_use_tiles
         self.has_tiles = self.use_tiles(os.environ.get("DRAFTWING_KERNEL_AMX") != "off")

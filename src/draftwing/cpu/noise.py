@@ -7,11 +7,10 @@ import warnings
 import weakref
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from draftwing.cpu.args import AcceptResult, BumpAllocator
+from draftwing.cpu.args import AcceptResult
 from draftwing.cpu.library import Kernel, get_kernel, kernel_notice
 from draftwing.errors import DraftwingWarning
 from draftwing.noise import AcceptArgs, Filters, KeyedNoise
@@ -69,7 +68,7 @@ class NativeNoise(KeyedNoise):
             return None
         tokens, parents = tree.tokens.contiguous(), tree.parents.contiguous()
         args = AcceptArgs(self.handle, seeds, starts, filters)
-        result = AcceptResult(args, rows, nodes, BumpAllocator(np.int64))
+        result = AcceptResult(args, rows, nodes)
         self._kernel.accept(
             scores.data_ptr(), rows, nodes, tokens.data_ptr(), parents.data_ptr(), ctypes.byref(result.args)
         )

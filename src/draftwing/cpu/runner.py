@@ -16,11 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from draftwing.cpu.args import AcceptResult, BufferPool, BumpAllocator, KernelArgs
+from draftwing.cpu.args import AcceptResult, BufferPool, KernelArgs
 from draftwing.cpu.layout import Adjust, BatchStruct, Draft, Op, VerifyArgs
 from draftwing.cpu.library import Kernel
 from draftwing.cpu.program import Program, TracedAttention, TracedIds, Workspace
@@ -126,7 +125,6 @@ class KernelRunner(Runner):
         self._states = torch.empty(2, 0, net.shape.state_width)
         self._taps = torch.empty(0, net.shape.out_width)
         self._num_draft_rows = 0
-        self._numbers, self._probs = BumpAllocator(np.int64), BumpAllocator(np.float32)
         self._draft = Draft(  # the fields that are the same for every draft
             vocab_size=net.shape.vocab_size, num_fuse=built.num_fuse, num_hidden=built.num_hidden,
             logits=built.logits, read=built.read, states=built.states,
@@ -141,15 +139,10 @@ class KernelRunner(Runner):
 
     # --- forwards --------------------------------------------------------------------------------------------------
 
-    def verify(
-        self,
-        tree: DraftTree,
-        lengths: Sequence[int],
-        prompt_lengths: Sequence[int] | None = None,
-        accept: AcceptArgs | None = None,
-    ) -> TargetOutput:
+    def verify(self, entries: Entries, accept: AcceptArgs | None = None) -> TargetOutput:
+        tree = entries.tree
         result = None if accept is None else self._accept_result(accept, tree.num_rows, tree.num_nodes)
-        logits, out = self.forward(Entries(tree, lengths, prompt_lengths=prompt_lengths), accept=result)
+        logits, out = self.forward(entries, accept=result)
         assert logits is not None
         return TargetOutput(logits, out, tree, accepted=None if result is None else result.read())
 
@@ -163,12 +156,13 @@ class KernelRunner(Runner):
     ) -> Outputs:
         """See ``Runner.forward``; ``accept`` applies ``accept.match`` to the trees, and commits the kept nodes."""
         built, shape, tree, batch = self._built, self._shape, entries.tree, self._space.batch
+        num_nodes = tree.num_nodes
         tokens, first_row, arrays = entries.tokens, entries.first_row, KernelArgs()
         rows, nodes = tokens.shape
-        self.reserve(first_row + rows, entries.upto)
+        self.reserve(first_row + rows, max(entries.lengths) + num_nodes)
         table = self.cache.table
         if table is not None:
-            table.hold(first_row, entries.lengths, tree.num_nodes)
+            table.hold(first_row, entries.lengths, num_nodes)
             batch.pages = table.address + first_row * 4 * table.stride
         if self._rotation is None:
             positions = torch.tensor(entries.lengths)[:, None] + tree.depths[:, entries.first_node :]
@@ -177,9 +171,8 @@ class KernelRunner(Runner):
             batch.rotation, batch.rotary_half = arrays.tensor(rotation), rotation.shape[-1]
         batch.cache = self.cache.data.data_ptr() + first_row * batch.row_stride * 4
         if self._recurrent is not None:
-            keeps_all = entries.keeps_all
-            self._recurrent.prepare(batch, first_row, entries.lengths, tree.num_nodes, keeps_all=keeps_all)
-        batch.first_node, batch.tree_nodes = entries.first_node, tree.num_nodes
+            self._recurrent.prepare(batch, first_row, entries.lengths, num_nodes, keeps_all=entries.keeps_all)
+        batch.first_node, batch.tree_nodes = entries.first_node, num_nodes
         batch.parents, batch.tokens = arrays.tensor(tree.parents.contiguous()), arrays.tensor(tokens.contiguous())
         batch.lengths = arrays.numbers("q", entries.lengths)
         batch.view = batch.watch = None
@@ -251,10 +244,10 @@ class KernelRunner(Runner):
         levels, unread = self._draft_batches(request, depth, arrays)
         draft = self._draft_args(request, depth, max_nodes, arrays)
         room = 1 + width + (depth - 1) * width * width  # most nodes of a row
-        numbers, address = self._numbers.take(3 * rows * room)
+        numbers, probs = torch.empty(3, rows * room, dtype=torch.int64), torch.empty(2, rows * room)
+        address, draft.room, draft.node_probs = numbers.data_ptr(), room, probs.data_ptr()
         draft.tokens, draft.parents, draft.places = address, address + 8 * rows * room, address + 16 * rows * room
-        probs, address = self._probs.take(2 * rows * room)
-        draft.room, draft.node_probs, draft.path_probs = room, address, address + 4 * rows * room
+        draft.path_probs = probs.data_ptr() + 4 * rows * room
         outs = None
         if draft.kept_out >= 0:
             passes = 1 + (depth - 1) * width
@@ -269,8 +262,7 @@ class KernelRunner(Runner):
             arrays.numbers("q", [row.tokens[row.length] for row in request.ctx.rows]), torch.get_num_threads(),
         )  # fmt: skip
         (tokens, parents, places), (node_probs, path_probs) = (
-            torch.from_numpy(block.reshape(count, -1)[:, : rows * nodes].reshape(count, rows, nodes)).unbind()
-            for block, count in ((numbers, 3), (probs, 2))
+            block[:, : rows * nodes].view(-1, rows, nodes).unbind() for block in (numbers, probs)
         )
         tree = DraftTree(
             tokens, parents, path_probs, node_probs=node_probs, num_draft_forwards=draft.num_forwards,
@@ -392,7 +384,7 @@ class KernelRunner(Runner):
         return FusedStep(args, logits, out, result, time.perf_counter() - began)
 
     def _accept_result(self, accept: AcceptArgs, rows: int, nodes: int) -> AcceptResult:
-        result, built, shape = AcceptResult(accept, rows, nodes, self._numbers), self._built, self._shape
+        result, built, shape = AcceptResult(accept, rows, nodes), self._built, self._shape
         args = result.args
         args.logits, args.out = built.logits, built.out
         args.layers, (args.kv_heads, _, args.words) = shape.num_layers, self.cache.data.shape[3:]

@@ -1,4 +1,4 @@
-"""Test a compiled kernel against numpy in a few milliseconds.
+"""Test a compiled kernel against NumPy and PyTorch in a few milliseconds.
 
 This finds compilers that break the rules (reassociated sums, ignored NaN, approximate quotients) and processors that
 lack what the library expects.
@@ -7,19 +7,18 @@ lack what the library expects.
 from __future__ import annotations
 
 import ctypes
-import math
 from typing import Any
 
 import numpy as np
 
 from draftwing.cpu.layout import FORMATS, AcceptStruct, BatchStruct, Op, RowForm, WeightFormat
+from draftwing.noise import KeyedNoise
 
 _NORM, _LINEAR = 1, 2
 _SILU = 2
 _TILE = 64
 _ROWS, _IN, _OUT = 7, 37, 64
 _EPS = 1e-5
-_ALL = 2**64 - 1
 _WIDENED = [kind for kind in FORMATS.values() if kind.is_exact and kind.name != "float32"]
 
 
@@ -214,21 +213,7 @@ def _noise(library: ctypes.CDLL) -> bool:
     store = library.draftwing_noise_new(vocab, 2)
     library.draftwing_noise_copy(store, seed, position, 1, result.ctypes.data)
     library.draftwing_noise_free(store)
-    key = _mixed(seed + _GOLDEN)
-    for counter in (0, position):
-        key = _mixed((key + _GOLDEN & _ALL) ^ _mixed(counter * _MIX2 + _GOLDEN))
-    uniform = [((_mixed(key + (token + 1) * _GOLDEN) >> 12) + 0.5) * 2.0**-52 for token in range(vocab)]
-    return np.array_equal(result, np.array([-math.log(-math.log(u)) for u in uniform], np.float32))
-
-
-_GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-
-
-def _mixed(x: int) -> int:
-    x &= _ALL
-    x = (x ^ x >> 30) * _MIX1 & _ALL
-    x = (x ^ x >> 27) * _MIX2 & _ALL
-    return x ^ x >> 31
+    return np.array_equal(result, KeyedNoise(vocab).at(seed, position).numpy())
 
 
 def _draws(library: ctypes.CDLL) -> bool:

@@ -37,8 +37,8 @@ class KernelStates:
                 clear(part)
 
     def move(self, source: int, target: int) -> None:
-        """Let row ``source`` take the place of ``target``."""
-        if source >= len(self._marks):  # nothing has been read
+        """Let row ``source`` take the place of ``target``; if they are the same, forget it."""
+        if source == target or source >= len(self._marks):  # the latter has read nothing
             self.clear(target)
             return
         for part in (self._states, self._kept, self._marks[None]):

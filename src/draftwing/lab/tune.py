@@ -18,10 +18,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from draftwing.budget.measure import measure
-from draftwing.decode import loop_of
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.formats.write import check_destination
+from draftwing.measure import measure
 from draftwing.methods.base import Drafter
 from draftwing.methods.layer_skip import LayerSet, LayerSkipDrafter
 from draftwing.methods.net import TargetId
@@ -154,7 +153,7 @@ def measure_pace(target: LeanTarget) -> Pace:
     costs = []
     for parts in sets:
         new_drafter: Callable[[], Drafter] = partial(LayerSkipDrafter, SubNet(target.net, parts), target, "layers")
-        costs.append(measure(target, new_drafter, loop_of(target)))
+        costs.append(measure(target, new_drafter))
     whole, no_attention, no_mlp = (one.level_seconds for one in costs)
     return Pace(
         start=max(costs[0].chain(1) - whole, 0.0),

@@ -184,20 +184,14 @@ class AdapterTarget(Target):
     def new_context(self, features: FeatureSpec = NO_FEATURES) -> AdapterContext:
         return AdapterContext(self.device, features=features)
 
-    @torch.inference_mode()
-    def prefill(self, ctx: Context, prompt_ids: Sequence[int], prompt_length: int | None = None) -> Tensor | None:
+    def read(self, ctx: Context, row: Row, start: int, stop: int) -> Tensor | None:
         ctx = own_context(ctx, AdapterContext)
-        self.check_prompt(prompt_ids)
-        ids, taps = list(prompt_ids), None
-        row = Row(ids, len(ids) - 1, prompt_length or len(ids))
-        cache, features = self._read(row, len(ids) - self._drops_last(row), ctx.features)
-        if ctx.features.taps:
-            width = self.hidden_size * len(ctx.features.taps)
-            empty = torch.zeros(1, 0, width, dtype=self.dtype, device=self.device)
-            taps = torch.cat([empty, *features], 1)[:, : row.length]
-        ctx.rows.append(row)
+        cache, features = self._read(row, len(row.tokens) - self._drops_last(row), ctx.features)
         ctx.caches.append(cache)
-        return taps
+        if not ctx.features.taps:
+            return None
+        empty = torch.zeros(1, 0, self.hidden_size * len(ctx.features.taps), dtype=self.dtype, device=self.device)
+        return torch.cat([empty, *features], 1)[:, : row.length]
 
     def room(self, length: int) -> int:
         """See ``Target.room``. No step crosses a length at which RoPE changes."""
@@ -279,9 +273,7 @@ class AdapterTarget(Target):
         """Run a tree's paths one after another; each begins with what the cache shares with it."""
         tokens, parents = tree.tokens[index].tolist(), tree.parents[index].tolist()
         nodes = [node for node, token in enumerate(tokens) if token != PAD]
-        logits: Tensor | None = None
-        taps: Tensor | None = None
-        done: set[int] = set()
+        done, pieces = set[int](), list[tuple[list[int], TargetOutput]]()
         for leaf in nodes:
             if leaf in {parents[node] for node in nodes if node}:
                 continue
@@ -296,16 +288,9 @@ class AdapterTarget(Target):
             state.tokens = text[:kept]
             output = self._run(torch.tensor([text[kept:]], device=self.device), state.cache, features, kept)
             state.cache, state.tokens = getattr(output, self._cache_name), text
-            found, states = output.logits[:, -len(new) :], _taps(output, features)
-            if logits is None:
-                logits = found.new_zeros(1, len(tokens), found.shape[-1])
-                taps = None if states is None else states.new_zeros(1, len(tokens), states.shape[-1])
-            logits[:, new] = found
-            if taps is not None and states is not None:
-                taps[:, new] = states[:, -len(new) :]
+            pieces.append((new, TargetOutput(output.logits, _taps(output, features))))
             done.update(new)
-        assert logits is not None
-        return TargetOutput(logits, taps)
+        return _assembled(len(tokens), pieces)
 
     def _walk(self, state: RowCache, length: int, tree: DraftTree, index: int, features: FeatureSpec) -> TargetOutput:
         """Run a tree node by node, depth first, after its root; keeps the states of one path at a time."""
@@ -313,27 +298,18 @@ class AdapterTarget(Target):
         assert root is not None
         tokens, parents = tree.tokens[index].tolist(), tree.parents[index].tolist()
         used = [node for node, token in enumerate(tokens) if token != PAD]
-        logits = root.logits.new_zeros(1, len(tokens), root.logits.shape[-1])
-        taps = None if root.features is None else root.features.new_zeros(1, len(tokens), root.features.shape[-1])
-
-        def write(node: int, output: TargetOutput) -> None:
-            logits[:, node] = output.logits[:, -1]
-            if taps is not None and output.features is not None:
-                taps[:, node] = output.features[:, -1]
-
-        write(0, root)
-        path = [(0, state.cache)]
+        path, pieces = [(0, state.cache)], [([0], root)]
         for node, depth in islice(depth_first(parents, used), 1, None):
             del path[depth:]
             ids = torch.tensor([[tokens[node]]], device=self.device)
             output = self._run(ids, _copy(path[-1][1]), features, length + depth)
-            write(node, TargetOutput(output.logits, _taps(output, features)))
+            pieces.append(([node], TargetOutput(output.logits, _taps(output, features))))
             cache = getattr(output, self._cache_name)
             for _, above in path:
                 _share(above, cache)
             path.append((node, cache))
         state.path = path
-        return TargetOutput(logits, taps)
+        return _assembled(len(tokens), pieces)
 
     @torch.no_grad()
     def score(self, ids: Tensor, features: FeatureSpec = NO_FEATURES) -> TargetOutput:
@@ -649,6 +625,19 @@ class AdapterTarget(Target):
         paths: dict[int, list[int]] = {0: [], 1: [0], last: [last - 1], last + 1: [last - 1, last]}
         errors = [self._error(logits[node], [*prompt, *(drafts[i] for i in path)]) for node, path in paths.items()]
         return max(errors) <= self._tolerance
+
+
+def _assembled(num_nodes: int, pieces: Sequence[tuple[list[int], TargetOutput]]) -> TargetOutput:
+    """Return the output for a row's tree from forwards whose last tokens are the given nodes."""
+
+    def columns(outputs: Sequence[Tensor]) -> Tensor:
+        whole = outputs[0].new_zeros(1, num_nodes, outputs[0].shape[-1])
+        for (nodes, _), output in zip(pieces, outputs, strict=True):
+            whole[:, nodes] = output[:, -len(nodes) :]
+        return whole
+
+    taps = [output.features for _, output in pieces if output.features is not None]
+    return TargetOutput(columns([output.logits for _, output in pieces]), columns(taps) if taps else None)
 
 
 def _layers(cache: Any) -> Sequence[Any]:

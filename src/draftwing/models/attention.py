@@ -101,9 +101,7 @@ def _norm_rotated(norm: Any, heads: Tensor, cis: Tensor) -> Tensor:
     return normed
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, traits: HeadTraits, is_causal: bool = False
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, traits: HeadTraits) -> Tensor:
     """Attention of queries (B, K, Q, D), folded by KV head as in ``TreeAttention``, to keys (B, K, W, D).
 
     Capped scores and sinks are computed in blocks of one size on a CPU, so that a query's bits depend on no other query
@@ -114,7 +112,7 @@ def attend(
     """
     scale = scale if traits.scale is None else traits.scale
     if not traits.cap and traits.sinks is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, is_causal=is_causal)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
     sinks = None
@@ -189,7 +187,6 @@ class TreeSlots:
     cache: KVCache  # has room for every tree
     tree: DraftTree  # the queries are the nodes from ``first_node`` on; earlier ones are in their slots already
     lengths_B: Tensor  # (B,) committed tokens of each row, on the device
-    lengths: Sequence[int] | None  # the same on the host; None in a recording (``runtime.graphs``)
     first_row: int  # the cache row of the tree's first row
     first_node: int
     width: int  # slots that attention reads
@@ -303,38 +300,29 @@ class TreeAttention(SlotAttention):
         self._padded, self._dtype = padded, data.dtype
         kinds = set(zip(self._windows, self._causal, strict=True))
         self._masks = {kind: self._mask(where, *kind, width) for kind in kinds}
-        self._locate(where, width)
+        self._kv, self._fresh = data[:, :, :, :kv_heads], where.place(where.fresh, writes=True)
+        self._rows, self._width = slice(where.first_row, where.first_row + rows), width
+        self._seen: Tensor | None = None  # (B, width) positions of slots in pages
+        if where.cache.table is not None:
+            slots = torch.arange(width, device=where.lengths_B.device).expand(rows, -1)
+            self._seen = where.place(slots)[1]
         self._q = data.new_zeros(rows, kv_heads, padded, dim)
         q = self._q[:, :, : self._queries]
         self._q_view = q.view(rows, kv_heads, nodes, self._groups, dim).permute(0, 2, 1, 3, 4)
         self._out = data.new_zeros(self._rows_out, kv_heads * self._groups * dim)
         self._out_view = self._out[: rows * nodes].view(self._shape)
 
-    def _locate(self, where: TreeSlots, width: int) -> None:
-        """Make views of the rows' slots and of the nodes' slots."""
-        cache, lengths, rows = where.cache, where.lengths, where.tree.num_rows
-        kv = cache.data[:, :, where.first_row : where.first_row + rows, : self._shape[2]]
-        self._keys = [keys[:, :, :width] for keys in kv[:, 0]]
-        self._values = [values[:, :, :width] for values in kv[:, 1]]
-        # Rows of one length share a contiguous range of slots, which is far cheaper to write than an index.
-        self._index: tuple[Tensor, Tensor] | None = None
-        if lengths is not None and max(lengths) == min(lengths):
-            fresh = slice(lengths[0] + where.first_node, lengths[0] + where.tree.num_nodes)
-            self._key_slots = [keys[:, :, fresh].transpose(1, 2) for keys in self._keys]
-            self._value_slots = [values[:, :, fresh].transpose(1, 2) for values in self._values]
-        else:
-            self._index = (torch.arange(rows, device=where.lengths_B.device)[:, None], where.fresh)
-
     def _write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write k and v (B, N, K, D) into the nodes' slots; returns keys and values (B, K, width, D) to attend to."""
-        keys, values = self._keys[layer], self._values[layer]
-        if self._index is None:
-            self._key_slots[layer].copy_(k)
-            self._value_slots[layer].copy_(v)
-        else:
-            row, slot = self._index
-            keys[row, :, slot], values[row, :, slot] = k, v
-        return keys, values
+        """Write k and v (B, N, K, D) into the nodes' slots; returns keys and values (B, K, width, D) to attend to.
+
+        Slots in pages are gathered.
+        """
+        keys, values = self._kv[layer]
+        into, at = self._fresh
+        keys[into, :, at], values[into, :, at] = k, v
+        if self._seen is None:
+            return keys[self._rows, :, : self._width], values[self._rows, :, : self._width]
+        return keys[0][:, self._seen].transpose(0, 1), values[0][:, self._seen].transpose(0, 1)
 
     def _mask(self, where: TreeSlots, window: int | None, is_causal: bool, width: int) -> Tensor:
         """(B, 1, padded, width): 0 for visible slots, else -inf; padding queries see all slots."""
@@ -405,21 +393,6 @@ class FusedTreeAttention(SlotAttention):
 
     def mix(self, layer: int, traits: HeadTraits, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         raise NotImplementedError  # ``__call__`` does all of it
-
-
-class PagedTreeAttention(TreeAttention):
-    """``TreeAttention`` over paged slots (``models.paged``), which are gathered layer by layer."""
-
-    def _locate(self, where: TreeSlots, width: int) -> None:
-        self._data = where.cache.data[:, :, :, : self._shape[2]]
-        seen = torch.arange(width, device=where.lengths_B.device).expand(where.tree.num_rows, -1)
-        self._seen, self._fresh = where.place(seen)[1], where.place(where.fresh, writes=True)[1]
-
-    def _write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        data = self._data[layer, :, 0]
-        data[0][:, self._fresh], data[1][:, self._fresh] = k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)
-        keys, values = data[:, :, self._seen].transpose(1, 2)
-        return keys, values
 
 
 class CausalAttention(Attention):
@@ -573,4 +546,4 @@ def attention_over(where: TreeSlots, *, is_plain: bool = True) -> type[SlotAtten
     data = where.cache.data
     if is_plain and gpu.attends(data.device, data.dtype, data.shape[5]):
         return FusedTreeAttention
-    return TreeAttention if where.cache.table is None else PagedTreeAttention
+    return TreeAttention

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from draftwing.errors import ConfigError, UnsupportedError, shown
-from draftwing.models.recurrent import RecurrentStates
 from draftwing.torch_utils import clear, put
 from draftwing.tree import PAD
 
@@ -52,13 +51,13 @@ class View:
 
 
 class RowStates(Protocol):
-    """The states of rows in recurrent layers: ``RecurrentStates``, or the CPU kernel's."""
+    """The states of rows in recurrent layers: ``recurrent.RecurrentStates``, or the CPU kernel's."""
 
     def clear(self, row: int) -> None:
         """Forget a row."""
 
     def move(self, source: int, target: int) -> None:
-        """Let row ``source`` take the place of ``target``."""
+        """Let row ``source`` take the place of ``target``; if they are the same, forget it."""
 
     def commit(self, row: int, nodes: Sequence[int]) -> None:
         """Take the states after the accepted nodes of the last forward, from the root on."""
@@ -76,7 +75,7 @@ class KVCache:
         self._shape = (num_layers, 2, num_kv_heads, head_dim)
         self.table: Any = None  # a ``paged.PageTable`` if slots lie in pages
         self.data = torch.zeros(num_layers, 2, 0, num_kv_heads, 0, head_dim, dtype=dtype, device=device)
-        self.states: RowStates = RecurrentStates()  # in recurrent layers
+        self.states: RowStates | None = None  # if there are recurrent layers
         self._written: set[int] = set()  # rows that have been used
 
     @property
@@ -111,17 +110,17 @@ class KVCache:
 
     def clear(self, row: int) -> None:
         """Zero a row's slots: an earlier request may have left NaN, which no mask removes (0 * NaN is NaN)."""
-        self.states.clear(row)
+        if self.states is not None:
+            self.states.clear(row)
         if row in self._written or self.data.device.type != "cpu":
             clear(self.data[:, :, row])
         self._written.add(row)
 
     def move_row(self, source: int, target: int) -> None:
         """Copy one row over another, which keeps the batch dense when a row leaves."""
-        if source == target:
-            self.states.clear(target)
-        else:
+        if self.states is not None:
             self.states.move(source, target)
+        if source != target:
             put(self.data[:, :, target], self.data[:, :, source])
 
     def commit(self, lengths: Tensor, path: Tensor) -> None:

@@ -857,18 +857,21 @@ _MTP_LAYOUTS = (
 )  # fmt: skip
 
 
+def _text_reader(config: Mapping[str, Any], where: str) -> ConfigReader:
+    text = config.get("text_config")
+    return ConfigReader({**config, **text} if isinstance(text, dict) else config, where)
+
+
 def num_modules(config: Mapping[str, Any], where: str = "config.json") -> int:
     """Return the number of MTP modules that a model's config states. Raises ConfigError if it is impossible."""
-    text = config.get("text_config")
-    read = ConfigReader({**config, **text} if isinstance(text, dict) else config, where)
+    read = _text_reader(config, where)
     return max(read.integer(key, 0, minimum=0, maximum=1000) for key in _MTP_KEYS)
 
 
 def module_names(config: Mapping[str, Any], tensors: Iterable[str], where: str = "config.json") -> MtpNames | None:
     """Return the names of a checkpoint's MTP modules, given the names of all its tensors; None if it has none."""
-    text, names, count = config.get("text_config"), set(tensors), num_modules(config, where)
-    read = ConfigReader({**config, **text} if isinstance(text, dict) else config, where)
-    num_layers = read.integer("num_hidden_layers", 0, minimum=0)
+    names, count = set(tensors), num_modules(config, where)
+    num_layers = _text_reader(config, where).integer("num_hidden_layers", 0, minimum=0)
     if not count:  # Qwen3-Next's config does not count them
         matches = (re.match(r"mtp\.layers\.(\d{1,3})\.", name) for name in names)
         count = max((1 + int(match[1]) for match in matches if match is not None), default=0)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -107,11 +106,7 @@ class Context:
 
     def roots(self) -> DraftTree:
         """Lone roots: autoregressive decoding."""
-        if self.device.type != "cpu":
-            return DraftTree.root(self.pending())
-        # NumPy takes a third of the time of torch.tensor.
-        tokens = np.array([[row.tokens[row.length]] for row in self.rows], np.int64)
-        return DraftTree(torch.from_numpy(tokens), torch.from_numpy(np.full_like(tokens, -1)), is_line=True, depth=0)
+        return DraftTree.root(self.pending())
 
     def history(self) -> History:
         """The committed tokens as padded tensors, for penalties."""

@@ -746,18 +746,8 @@ class LeanTarget(Target):
         ctx.runner = self.runs.runner(self._tapped(features.taps), ctx)
         return ctx
 
-    @inference
-    def prefill(self, ctx: Context, prompt_ids: Sequence[int], prompt_length: int | None = None) -> Tensor | None:
-        """See ``Target.prefill``. In chunks, one row at a time, so that its bits do not depend on other rows."""
-        self.check_prompt(prompt_ids)
-        ids = list(prompt_ids)
-        row = Row(ids, len(ids) - 1, prompt_length or len(ids))
-        features = self.read(own_context(ctx, LeanContext), row, 0, row.length)
-        ctx.rows.append(row)
-        return features
-
     def read(self, ctx: Context, row: Row, start: int, stop: int) -> Tensor | None:
-        runner, ids = cast(LeanContext, ctx).runner, row.tokens[start:stop]
+        runner, ids = own_context(ctx, LeanContext).runner, row.tokens[start:stop]
         width = runner.net.shape.out_width
         features = runner.prefill(len(ctx.rows), ids, prompt_length=row.prompt_length, start=start)
         if features is None and width:
@@ -782,8 +772,8 @@ class LeanTarget(Target):
 
     @inference
     def forward(self, ctx: Context, tree: DraftTree, accept: AcceptArgs | None = None) -> TargetOutput:
-        runner, prompts = own_context(ctx, LeanContext).runner, [row.prompt_length for row in ctx.rows]
-        return runner.verify(tree, ctx.lengths, prompts, accept)
+        entries = Entries(tree, ctx.lengths, prompt_lengths=[row.prompt_length for row in ctx.rows])
+        return own_context(ctx, LeanContext).runner.verify(entries, accept)
 
     @torch.no_grad()
     def score(self, ids: Tensor, features: FeatureSpec = NO_FEATURES) -> TargetOutput:
@@ -803,7 +793,7 @@ class LeanTarget(Target):
     def commit(self, ctx: Context, tree: DraftTree, accepted: Accepted) -> None:
         """See ``Target.commit``. The nodes of a chain are in their final slots already."""
         ctx = own_context(ctx, LeanContext)
-        if self.config.delta is not None:
+        if ctx.cache.states is not None:
             for row, path in enumerate(accepted.path.tolist()):
                 ctx.cache.states.commit(row, [node for node in path if node != PAD])
         if not tree.is_line:

@@ -1,17 +1,18 @@
-"""Matrices laid out for decoding: few rows, and all of the weight read for each. 8- and 16-bit products, embeddings.
+"""Matrices laid out for decoding: few rows, and all of the weight read for each. 8-bit products, embeddings.
 
 On a CPU ``F.linear`` is slow for 2 to 16 rows, and the last bits of a row depend on how many rows are in the batch.
 oneDNN with prepacked weights has neither fault in float32: on 64 MB, 8 rows cost 1.1 times one row (``F.linear``:
-2.5 times), and from two rows on a row's bits do not depend on the others. Verification needs both. In 16 bits
-``BlockProduct`` ensures the second, in 8 bits ``Int8Product``. The formats of the CPU kernel are in ``cpu.packed``.
+2.5 times), and from two rows on a row's bits do not depend on the others. Verification needs both. In 16 bits oneDNN's
+sums depend on the other rows on some processors, so these matrices are kept and multiplied in float32, and the results
+are rounded; in 8 bits there is ``Int8Product``. The formats of the CPU kernel are in ``cpu.packed``.
 
 Shape suffixes: R rows, V vocabulary, H hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -117,142 +118,21 @@ def has_exact_int8() -> bool:
     return torch.allclose(out, torch.tensor(64.0), rtol=1e-5)
 
 
-# --- 16 bits on a CPU ------------------------------------------------------------------------------------------------
+# --- matrices --------------------------------------------------------------------------------------------------------
+
 
 MIN_ROWS = 4  # on AVX-512, 4 rows take a faster kernel than 1 or 2, and give the same bits as any larger number
-_TILE = 16  # rows of an AMX tile
-_SIZES: tuple[int, ...] = (*range(4, 16), *range(16, 32, 4), *range(32, 64, 8), *range(64, 257, 32))
-_SAMPLE_ROWS = 32
-# The terms that cancel, in units of the others; float16 ends at 65504.
-_LARGE = {torch.bfloat16: 2.0**20, torch.float16: 2.0**13}
-
-
-@dataclass
-class _Verdict:
-    """Findings about products of one kind and shape with one number of threads."""
-
-    base: int  # the smallest block whose rows do not depend on each other; 0 if there is none
-    # for each larger block that was tried, True if it gives the same bits
-    agrees: dict[int, bool] = field(default_factory=dict)
-
-
-_verdicts: dict[tuple[object, ...], _Verdict] = {}
-
-
-class BlockProduct:
-    """A matrix times rows in 16 bits, in blocks of such sizes that a row's bits do not depend on other rows.
-
-    oneDNN chooses its code by processor, shape and fused operations, and not every code sums a row in the same order
-    whatever the other rows are (on AMX, not with a fused residual). So only the bias is fused, blocks are padded with
-    zeros, and a size is used only after a trial on this machine with this matrix: its rows must have the bits that they
-    have in blocks of the smallest size, at other places and among other rows. If not even the smallest size passes,
-    each row runs in its own block, which is slow and always right.
-
-    The trial runs a sample of rows. In each, two large inputs cancel each other in one output, so that the numbers
-    added between them are rounded coarsely and reveal the order of the sum. With another number of threads, sizes are
-    tried again.
-
-    Args:
-        product: (R, in) -> (R, out), of any number of rows.
-        weight: (out, in), of which only a few numbers are kept.
-        kind: names everything besides shape and dtype that decides which code runs; each kind and shape is tried once.
-    """
-
-    def __init__(self, product: Callable[[Tensor], Tensor], weight: Tensor, kind: str) -> None:
-        self._product, self._num_out = product, weight.shape[0]
-        self._key = (kind, *weight.shape, weight.dtype)
-        self._pairs = _cancelling(weight.detach())
-        self._expected: dict[int, Tensor] = {}  # products of the sample, by number of threads
-        self._verdict()
-
-    @property
-    def smallest(self) -> int:
-        """The smallest block; 0 if each row runs in its own block."""
-        return self._verdict().base
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """(R, in) -> (R, out)."""
-        x, verdict, rows, parts, done = x.contiguous(), self._verdict(), x.shape[0], [], 0
-        while done < rows:
-            size = self._size(verdict, rows - done) if verdict.base else MIN_ROWS
-            part = x[done : done + (size if verdict.base else 1)]
-            missing = size - part.shape[0]
-            parts.append(self._product(F.pad(part, (0, 0, 0, missing)))[:-missing] if missing else self._product(part))
-            done += part.shape[0]
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat(parts) if parts else x.new_empty((0, self._num_out))
-
-    def _size(self, verdict: _Verdict, rows: int) -> int:
-        """The largest usable block of at most the next size above ``rows``."""
-        index = sum(size < rows for size in _SIZES[:-1])
-        for size in _SIZES[index::-1]:
-            if size <= verdict.base:
-                break
-            if size not in verdict.agrees:
-                sample, threads = self.sample(), torch.get_num_threads()
-                if threads not in self._expected:
-                    self._expected[threads] = self._run_blocks(sample, verdict.base)
-                verdict.agrees[size] = self._is_same(size, sample, self._expected[threads])
-            if verdict.agrees[size]:
-                return size
-        return verdict.base
-
-    def _verdict(self) -> _Verdict:
-        key = (*self._key, torch.get_num_threads())
-        if key not in _verdicts:
-            with torch.inference_mode():
-                sample = self.sample()
-                outputs = {size: self._run_blocks(sample, size) for size in (MIN_ROWS, _TILE)}
-                usable = [size for size, out in outputs.items() if self._is_same(size, sample, out)]
-                # If 4 rows take another kernel than 16, everything is padded to 16.
-                if usable == [MIN_ROWS, _TILE] and not torch.equal(outputs[MIN_ROWS], outputs[_TILE]):
-                    usable.remove(MIN_ROWS)
-                _verdicts[key] = _Verdict(min(usable, default=0))
-        return _verdicts[key]
-
-    def sample(self) -> Tensor:
-        """(R, in) rows whose bits reveal the order in which they are summed."""
-        places, values = self._pairs
-        x = torch.randn(_SAMPLE_ROWS, self._key[2], generator=torch.Generator().manual_seed(0)).to(values.dtype)
-        return x.scatter_(1, places, values)
-
-    def _run_blocks(self, x: Tensor, size: int) -> Tensor:
-        return torch.cat([self._product(part) for part in torch.split(x, size)])
-
-    def _is_same(self, size: int, sample: Tensor, expected: Tensor) -> bool:
-        """True if the rows of a sample, shuffled, have the expected bits in blocks of ``size``."""
-        whole = -(-len(sample) // size) * size
-        order = torch.randperm(whole, generator=torch.Generator().manual_seed(size)) % len(sample)
-        return torch.equal(self._run_blocks(sample[order], size), expected[order])
-
-
-def _cancelling(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row of a sample, two inputs (R, 2) and their values (R, 2), which cancel each other in one output."""
-    num_out, num_in = weight.shape
-    generator = torch.Generator().manual_seed(1)
-    outputs = torch.randint(num_out, (_SAMPLE_ROWS,), generator=generator)
-    places = torch.rand(_SAMPLE_ROWS, num_in, generator=generator).argsort(1)[:, :2]
-    rows = weight[outputs].float()
-    pairs = rows.gather(1, places)
-    large = _LARGE[weight.dtype] * rows.abs().mean(1, keepdim=True) / pairs.prod(1, keepdim=True).abs()
-    limit = 4 * _LARGE[weight.dtype] / pairs.abs().amax(1, keepdim=True)
-    large = torch.minimum(large, limit).nan_to_num(1.0).clamp(2.0**-60, 2.0**60)  # zeros cancel nothing
-    scale = torch.exp2(large.log2().floor())  # a power of two: both products are the same number, and exact
-    crossed = pairs.flip(1) * torch.tensor([1.0, -1.0]) * scale
-    return places, crossed.to(weight.dtype)
-
-
-# --- matrices --------------------------------------------------------------------------------------------------------
 
 
 def can_prepack(weight: Tensor) -> bool:
     """Return True if oneDNN takes this weight prepacked and is the better choice for it."""
-    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
-        return False
-    if weight.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32
+    return weight.device.type == "cpu" and torch._C._has_mkldnn and weight.dtype != torch.float64
+
+
+def _reordered(weight: Tensor) -> Tensor:
+    """A weight in oneDNN's layout for float32 products."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.float(), None)
+    return packed
 
 
 def runs_as(matrices: Iterable[Linear]) -> str:
@@ -282,7 +162,6 @@ class Linear(nn.Module):
         self.num_out, self.num_in = weight.shape
         self.dtype = weight.dtype
         self._packed: Tensor | None = None
-        self._blocks: BlockProduct | None = None
         self._int8: Int8Product | None = None
         self._fused: tuple[Packed, ...] = ()
         self.quantized: str | None = None  # "int8" or "q4"
@@ -353,7 +232,7 @@ class Linear(nn.Module):
             return sum(part.num_bytes for part in self._fused)
         if self._int8 is not None:
             return self._int8.num_bytes
-        return self.num_out * self.num_in * self.weight.element_size()
+        return self.num_out * self.num_in * (4 if self._packed is not None else self.weight.element_size())
 
     @property
     def runs_as(self) -> str:
@@ -368,10 +247,9 @@ class Linear(nn.Module):
         if self._int8 is not None:
             return "oneDNN, int8"
         name = str(self.dtype).removeprefix("torch.")
-        if self._blocks is not None:
-            how = f"blocks of {self._blocks.smallest} rows or more" if self._blocks.smallest else "one row at a time"
-            return f"{'PyTorch' if self._packed is None else 'oneDNN'}, {name}, {how}"
-        return f"PyTorch, {name}, plain" if self._packed is None else f"oneDNN, {name}"
+        if self._packed is None:
+            return f"PyTorch, {name}, plain"
+        return f"oneDNN, {name}{'' if self.dtype == torch.float32 else ' in float32 arithmetic'}"
 
     def lay_out(self, layout: Layout, *, gated: bool = False) -> Linear:
         """Lay it out once, and return it. ``gated``: see ``pack``."""
@@ -384,15 +262,9 @@ class Linear(nn.Module):
         return self
 
     def prepack(self) -> None:
-        """Reorder the weight for oneDNN if that is faster, and drop the original; on a CPU in 16 bits, use blocks."""
-        if self._packed is not None or self._int8 is not None or self._blocks is not None:
-            return
-        if can_prepack(self.weight):
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), None)
-        if self.weight.device.type == "cpu" and self.dtype in (torch.bfloat16, torch.float16):
-            kind = f"{'plain' if self._packed is None else 'packed'}, {'bias' if self.bias is not None else 'bare'}"
-            self._blocks = BlockProduct(self.product, self.weight, kind)
-        if self._packed is not None:
+        """Reorder the weight for oneDNN if that is faster, in float32, and drop the original."""
+        if self._packed is None and self._int8 is None and can_prepack(self.weight):
+            self._packed = _reordered(self.weight.detach())
             self._drop()
 
     def pack(self, quantize: str | None = None, *, gated: bool = False, rounds: bool = False) -> None:
@@ -450,7 +322,7 @@ class Linear(nn.Module):
         if self._int8 is not None:
             self._int8 = Int8Product(weight.to(self.dtype))
         elif self._packed is not None:
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(self.dtype), None)
+            self._packed = _reordered(weight.to(self.dtype))
         if self.weight.numel():
             self.weight.copy_(weight)
         if self.bias is not None and bias is not None:
@@ -481,19 +353,17 @@ class Linear(nn.Module):
             return self._forward_fused(x, residual)
         if self._int8 is not None:
             return self._int8.forward(x, self.bias, residual)
-        if self._blocks is not None:
-            out = self._blocks(x)
-            return out if residual is None else residual + out
-        packed = self._packed
-        if packed is None:
+        if self._packed is None:
             plain = F.linear(x, self.weight, self.bias)
             return plain if residual is None else residual + plain
-        rows = x.shape[0]
-        if rows < MIN_ROWS:
-            x = F.pad(x, (0, 0, 0, MIN_ROWS - rows))
-            residual = None if residual is None else F.pad(residual, (0, 0, 0, MIN_ROWS - rows))
-        out = self.product(x) if residual is None else _product_added(x, residual, packed, self.bias, "add")
-        return out[:rows] if rows < MIN_ROWS else out
+        rows, bias = x.shape[0], None if self.bias is None else self.bias.float()
+        padding = (0, 0, 0, max(MIN_ROWS - rows, 0))
+        wide = F.pad(x.float(), padding)
+        if residual is None:
+            out: Tensor = _product_linear(wide, self._packed, bias, "none", [], "")
+        else:
+            out = _product_added(wide, F.pad(residual.float(), padding), self._packed, bias, "add")
+        return out[:rows].to(self.dtype)
 
     def spread(self, x: Any, places: Tensor | None, width: int) -> Any:
         """(R, in) -> (R, width): output i at ``places[i]``, and -inf elsewhere; None keeps their order."""
@@ -503,13 +373,6 @@ class Linear(nn.Module):
             return x.linear(self.packed, spread=(places, width), scale=self.scale, cap=self.cap)
         out = self.forward(x)
         return out.new_full((*out.shape[:-1], width), float("-inf")).index_copy_(-1, places, out)
-
-    def product(self, x: Tensor) -> Tensor:
-        """(R, in) -> (R, out) by PyTorch or oneDNN, without padding."""
-        if self._packed is None:
-            return F.linear(x, self.weight, self.bias)
-        out: Tensor = _product_linear(x, self._packed, self.bias, "none", [], "")
-        return out
 
     def _forward_fused(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """Run a packed matrix outside of a net, for training and evaluations."""

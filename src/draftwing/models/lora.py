@@ -28,7 +28,7 @@ from draftwing.cpu.layout import format_of
 from draftwing.errors import CheckpointError, UnsupportedError, shown
 from draftwing.models.catalogue import ADAPTER_CONFIG
 from draftwing.models.weights import Stored, Weights
-from draftwing.storage import check_regular, read_json
+from draftwing.storage import check_regular, read_json_object
 
 WEIGHTS = "adapter_model.safetensors"
 _HEAD, _EMBEDDING = "lm_head", "model.embed_tokens"
@@ -47,19 +47,13 @@ _FIX = "merge it with peft's merge_and_unload, and load the result"
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
     """Read an adapter's settings. Raises CheckpointError if there are none, UnsupportedError for other adapters."""
-    file = folder / ADAPTER_CONFIG
     try:
-        check_regular(file)
-        config = read_json(file)
+        config = read_json_object(folder / ADAPTER_CONFIG)
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder}: expected a LoRA adapter with {ADAPTER_CONFIG}, found none. Give a folder that peft's "
             f"save_pretrained wrote."
         ) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: not readable as JSON ({error}). Download it again.") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{file}: expected a JSON object, found {shown(config)}. Download it again.")
     kind = config.get("peft_type")
     if kind != "LORA":
         raise UnsupportedError(f"{folder}: an adapter of type {shown(kind)}, and only LORA is supported: {_FIX}")

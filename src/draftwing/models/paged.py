@@ -93,8 +93,6 @@ class PageTable:
         self.uses: list[int] = []
         self._free: list[int] = []  # empty pages
         self._kept: dict[int, None] = {}  # unused pages that hold a known prefix, the oldest first
-        self._is_known: set[int] = set()  # pages that hold a known prefix
-        self.forgotten: list[int] = []  # known pages that were reused since ``forgotten`` was last emptied
         self.prefixes = Prefixes(self)
         self._mirror: Tensor | None = None
         self._is_changed = True
@@ -155,7 +153,7 @@ class PageTable:
         """Drop all rows and pages; caches that are made next reuse the memory of the present ones."""
         self.rows, self.uses = [], [0] * (self.num_pages + 1)
         self._free = [*range(self.num_pages, 0, -1)]
-        self._kept, self._is_known, self.forgotten = {}, set(), []
+        self._kept = {}
         self.prefixes.clear()
         self._unclaimed = list(self.caches)
         for cache in self.caches:
@@ -216,8 +214,7 @@ class PageTable:
         else:
             page = next(iter(self._kept))
             del self._kept[page]
-            self._is_known.discard(page)
-            self.forgotten.append(page)
+            self.prefixes.remove(page)
         self.uses[page] = 1
         for cache in self.caches:
             clear(cache.data[..., page * PAGE : (page + 1) * PAGE, :])
@@ -277,13 +274,8 @@ class PageTable:
         self.release([source])
         return page
 
-    def remember(self, page: int) -> None:
-        """Keep a page after its last holder has released it, as long as there is room."""
-        self._is_known.add(page)
-
     def forget(self, page: int) -> None:
-        """Undo ``remember``."""
-        self._is_known.discard(page)
+        """Free a page that holds no known prefix any more, if it was kept."""
         if page in self._kept:
             del self._kept[page]
             self._free.append(page)
@@ -294,7 +286,7 @@ class PageTable:
             self.uses[page] -= 1
             if self.uses[page]:
                 continue
-            if page in self._is_known:
+            if page in self.prefixes:
                 self._kept[page] = None
             else:
                 self._free.append(page)
@@ -308,8 +300,8 @@ class PageTable:
                 self.uses[page] += 1
         idle = [page for page in range(self.num_pages, 0, -1) if not self.uses[page]]
         order = [*(page for page in self._kept if not self.uses[page]), *idle]  # the oldest first
-        self._free = [page for page in idle if page not in self._is_known]
-        self._kept = {page: None for page in order if page in self._is_known}
+        self._free = [page for page in idle if page not in self.prefixes]
+        self._kept = {page: None for page in order if page in self.prefixes}
         for table in self._apart:
             table.recount()
 
@@ -468,8 +460,11 @@ class Prefixes:
 
     def __len__(self) -> int:
         """Number of known pages."""
-        self._forget_reused()
         return len(self._keys)
+
+    def __contains__(self, page: int) -> bool:
+        """True if a page is known: it is kept after its last holder has released it, as long as there is room."""
+        return page in self._keys
 
     def clear(self) -> None:
         """Forget all pages."""
@@ -477,7 +472,6 @@ class Prefixes:
 
     def find(self, tokens: Sequence[int]) -> Prefix:
         """The known start of ``tokens``, without its last two tokens at least."""
-        self._forget_reused()
         pages, before = list[int](), 0
         while True:
             start = len(pages) * PAGE
@@ -490,7 +484,6 @@ class Prefixes:
 
     def remember(self, tokens: Sequence[int], pages: Sequence[int], num_valid: int) -> None:
         """Keep the pages of a row, of which the first ``num_valid`` slots are final."""
-        self._forget_reused()
         before, end = 0, min(num_valid, len(tokens) - 1)
         for start, page in zip(range(0, end, PAGE), pages, strict=False):
             key = tuple(tokens[start : min(start + PAGE, end) + 1])
@@ -498,18 +491,17 @@ class Prefixes:
             if num_common < len(key):
                 if num_common and num_common == len(self._keys[known][1]):  # the other page holds less
                     self.drop([known])
-                self._remove(page)  # it may be known by other tokens
+                self.remove(page)  # it may be known by other tokens
                 known = page
                 insort(self._after.setdefault(before, []), (key, page))
                 self._keys[page], self._numbers[page] = (before, key), self._next
                 self._next += 1
-                self._table.remember(page)
             before = self._numbers[known]
 
     def drop(self, pages: Sequence[int]) -> None:
         """Forget pages whose content is wrong or is held by another page."""
         for page in pages:
-            if self._remove(page):
+            if self.remove(page):
                 self._table.forget(page)
 
     def _nearest(self, before: int, key: tuple[int, ...]) -> tuple[int, int]:
@@ -525,7 +517,8 @@ class Prefixes:
                 page, longest = other, num
         return page, longest
 
-    def _remove(self, page: int) -> bool:
+    def remove(self, page: int) -> bool:
+        """Forget what a page holds, for example because it is reused; False if that is not known."""
         key = self._keys.pop(page, None)
         if key is None:
             return False
@@ -536,8 +529,3 @@ class Prefixes:
             del self._after[before]
         del self._numbers[page]
         return True
-
-    def _forget_reused(self) -> None:
-        reused, self._table.forgotten = self._table.forgotten, []
-        for page in reused:
-            self._remove(page)

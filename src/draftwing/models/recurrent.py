@@ -127,7 +127,7 @@ class RecurrentStates:
         self._walks.pop(row, None)
 
     def move(self, source: int, target: int) -> None:
-        """Let row ``source`` take the place of ``target``."""
+        """Let row ``source`` take the place of ``target``; if they are the same, forget it."""
         self.clear(target)
         if source in self._rows:
             self._rows[target] = self._rows.pop(source)

@@ -68,7 +68,7 @@ def resolve(model: str | Path | None, revision: str | None = None) -> Path:
             f"folder. {_hint(text)}Check the path."
         )
     else:
-        return _from_hub(text, revision)
+        return fetch_hub(text, revision)
     from draftwing.formats.gguf_folder import open_gguf  # slow to import
 
     folder: Path = open_gguf(path)
@@ -89,7 +89,7 @@ def fetch(entry: Entry, *, check: bool = False) -> Path:
     if isinstance(source, Shipped):
         return shipped_folder(source.folder)
     if isinstance(source, Hub):
-        return _from_hub(source.repo, source.revision)
+        return fetch_hub(source.repo, source.revision)
     path = find_local(entry, check=check)
     if path is not None:
         return path
@@ -115,7 +115,7 @@ def find_local(entry: Entry, *, check: bool = False) -> Path | None:
         return shipped_folder(source.folder)
     if isinstance(source, Hub):
         with suppress(CheckpointError):
-            return _from_hub(source.repo, source.revision, local=True)
+            return fetch_hub(source.repo, source.revision, local=True)
         return None
     try:
         return _find(entry.name, source, check)
@@ -124,11 +124,6 @@ def find_local(entry: Entry, *, check: bool = False) -> Path | None:
             f"{entry.name}: its file in the cache cannot be used ({error}). Fix that, or name another folder in "
             f"DRAFTWING_CACHE."
         ) from error
-
-
-def fetch_hub(repo: str) -> Path:
-    """Return the folder of a Hub model, downloaded if it is not on this machine yet."""
-    return _from_hub(repo, None)
 
 
 def remove(name: str, on_size: Callable[[int], None] = lambda num_bytes: None) -> int:
@@ -180,8 +175,8 @@ _UNREACHABLE = {
 }
 
 
-def _from_hub(repo: str, revision: str | None, *, local: bool = False) -> Path:
-    """The folder of a Hub model; ``local``: only if it was downloaded before."""
+def fetch_hub(repo: str, revision: str | None = None, *, local: bool = False) -> Path:
+    """Return the folder of a Hub model, downloaded if need be; ``local``: only if it was downloaded before."""
     import huggingface_hub  # slow to import
 
     try:

@@ -21,7 +21,7 @@ from draftwing.models.linear import Embedding, Linear
 from draftwing.noise import AcceptArgs
 from draftwing.runtime.tree_builder import Drafted, DraftRequest
 from draftwing.sampling import SamplingBatch
-from draftwing.torch_utils import record_event
+from draftwing.torch_utils import inference, record_event
 from draftwing.tree import Accepted, DraftTree
 
 
@@ -127,7 +127,7 @@ class Target(ABC):
     def new_context(self, features: FeatureSpec = NO_FEATURES) -> Context:
         """An empty context, whose forwards return these hidden states."""
 
-    @abstractmethod
+    @inference
     def prefill(self, ctx: Context, prompt_ids: Sequence[int], prompt_length: int | None = None) -> Tensor | None:
         """Add a row at the end: cache all of the prompt but its last token, which becomes pending.
 
@@ -137,26 +137,27 @@ class Target(ABC):
         Returns:
             (1, T - 1, F) features of the cached tokens if the context requests them, else None.
         """
+        self.check_prompt(prompt_ids)
+        ids = list(prompt_ids)
+        row = Row(ids, len(ids) - 1, prompt_length or len(ids))
+        features = self.read(ctx, row, 0, row.length)
+        ctx.rows.append(row)
+        return features
 
     def room(self, length: int) -> int:
         """Return the number of tokens that the next step may emit for a row of ``length`` committed tokens."""
         return self.max_length - length - 1
 
+    @abstractmethod
     def read(self, ctx: Context, row: Row, start: int, stop: int) -> Tensor | None:
         """Read the tokens from ``start`` to before ``stop`` of a row that will be added to the context.
 
-        Earlier tokens must have been read into the same slots. Call it in inference mode.
+        Earlier tokens must have been read into the same slots; if ``supports_pages`` is False, all are read at once.
+        Call it in inference mode. A row's bits do not depend on other rows.
 
         Returns:
             (1, stop - start, F) features if the context requests them, else None.
-
-        Raises:
-            UnsupportedError: ``supports_pages`` is False.
         """
-        raise UnsupportedError(
-            f"{self.name} runs in transformers, which reads prompts as a whole and manages its own slots: leave "
-            f"kv_memory out, or load it with engine='lean' if the lean decoder supports its family"
-        )
 
     def step(
         self,

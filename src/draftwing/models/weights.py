@@ -22,7 +22,7 @@ from torch import Tensor
 
 from draftwing.cpu.layout import FORMATS, format_of
 from draftwing.errors import CheckpointError
-from draftwing.storage import parse_json, read_json
+from draftwing.storage import parse_json, read_json_object
 
 _PIECE = 1 << 22  # weights that are expanded at a time, which bounds the extra memory
 
@@ -345,10 +345,9 @@ class WeightFiles(Weights):
     def _read_index(self) -> None:
         path = self.folder / _INDEX
         try:
-            index = read_json(path)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path}: expected JSON, cannot be read ({error}). Download it again.") from error
-        shards = index.get("weight_map") if isinstance(index, dict) else None
+            shards = read_json_object(path).get("weight_map")
+        except FileNotFoundError as error:  # a broken link
+            raise CheckpointError(f"{path}: cannot be read ({error}). Download it again.") from error
         if not isinstance(shards, dict) or not shards or not all(isinstance(file, str) for file in shards.values()):
             raise CheckpointError(
                 f"{path}: expected a `weight_map` from tensor names to files, found none. Download it again."

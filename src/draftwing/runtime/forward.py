@@ -25,6 +25,7 @@ from draftwing.models.config import DeltaConfig
 from draftwing.models.context import TargetOutput
 from draftwing.models.linear import MIN_ROWS
 from draftwing.models.paged import new_cache
+from draftwing.models.recurrent import RecurrentStates
 from draftwing.models.rope import LayeredRotary, Rotary
 from draftwing.noise import AcceptArgs
 from draftwing.runtime.tree_builder import Drafted, DraftRequest, VerifyRequest
@@ -113,11 +114,6 @@ class Entries:
             return self.ids
         return self.tree.tokens[:, self.first_node :] if self.first_node else self.tree.tokens
 
-    @property
-    def upto(self) -> int:
-        """Slots that the longest row may reach."""
-        return max(self.lengths) + self.tree.num_nodes
-
 
 Outputs = tuple[Tensor | None, Tensor | None]  # logits, and the second output
 
@@ -137,6 +133,8 @@ class Runner(ABC):
         heads = max(shape.num_slot_heads, shape.num_kv_heads)
         slot = (shape.narrow_width, NARROW_SLOTS) if shape.narrow_width else (shape.head_dim, net.dtype)
         self.cache = cache or new_cache(shape.num_layers, heads, *slot, self.device)
+        if shape.delta is not None:
+            self.cache.states = RecurrentStates()
 
     @abstractmethod
     def forward(self, entries: Entries, *, want_logits: bool = True, last: Tensor | None = None) -> Outputs:
@@ -151,21 +149,15 @@ class Runner(ABC):
     def fuse(self, features: Tensor) -> Tensor:
         """Features (B, W, F) as states (B, W, H)."""
 
-    def verify(
-        self,
-        tree: DraftTree,
-        lengths: Sequence[int],
-        prompt_lengths: Sequence[int] | None = None,
-        accept: AcceptArgs | None = None,
-    ) -> TargetOutput:
-        """Run whole trees of a target, whose rows have ``lengths`` (B,) committed KV slots.
+    def verify(self, entries: Entries, accept: AcceptArgs | None = None) -> TargetOutput:
+        """Run whole trees of a target.
 
         Args:
             accept: how tokens are drawn, for runners that can apply ``accept.match`` and commit the kept nodes at once.
         """
-        logits, out = self.forward(Entries(tree, lengths, prompt_lengths=prompt_lengths))
+        logits, out = self.forward(entries)
         assert logits is not None
-        return TargetOutput(logits, out, tree, self.keeps_outputs)
+        return TargetOutput(logits, out, entries.tree, self.keeps_outputs)
 
     def draft(self, request: DraftRequest, verify: VerifyRequest | None = None) -> Drafted:
         """Read the unread entries and grow a tree below the last one of every row, and verify it if this runner can."""
@@ -228,7 +220,8 @@ class Runner(ABC):
             states = None if features is None else self.fuse(features[:, done : done + len(chunk)])
             entries = Entries(chain, [start + done], row, states=states, prompt_lengths=prompts, keeps_all=True)
             piece = self.forward(entries, want_logits=False)[1]
-            self.cache.states.commit(row, range(len(chunk)))
+            if self.cache.states is not None:
+                self.cache.states.commit(row, range(len(chunk)))
             pieces += [] if piece is None else [piece]
         return joined(pieces, 1) if pieces else None
 
@@ -272,8 +265,9 @@ def num_padding(num_rows: int, device: torch.device) -> int:
 
 class EagerRunner(Runner):
     def forward(self, entries: Entries, *, want_logits: bool = True, last: Tensor | None = None) -> Outputs:
-        device, prompts, upto = self.device, entries.prompt_lengths, entries.upto
-        self.cache.hold(entries.first_row, entries.lengths, entries.tree.num_nodes)
+        device, prompts, num_nodes = self.device, entries.prompt_lengths, entries.tree.num_nodes
+        self.cache.hold(entries.first_row, entries.lengths, num_nodes)
+        upto = max(entries.lengths) + num_nodes
         prompts_B = None if prompts is None else on_device(prompts, device)
         lengths_B = on_device(entries.lengths, device)
         read, out = self.hidden(entries, lengths_B, prompts_B, width=round_up(upto, KEY_BLOCK), upto=upto)
@@ -303,8 +297,8 @@ class EagerRunner(Runner):
         ids = F.pad(ids.clamp(min=0).reshape(-1), (0, padding))
         states = None if entries.states is None else F.pad(entries.states.flatten(0, 1), (0, 0, 0, padding))
         slots = TreeSlots(
-            self.cache, tree, lengths_B, entries.lengths or None, entries.first_row, first_node, width, entries.view,
-            entries.watched, entries.rows,
+            self.cache, tree, lengths_B, entries.first_row, first_node, width, entries.view, entries.watched,
+            entries.rows,
         )  # fmt: skip
         shape, attend = net.shape, None
         if shape.num_layers:

@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,10 +48,8 @@ class RecordingCount(threading.local):
 RECORDED = RecordingCount()
 
 
-class Record(Protocol):
-    """Records a function, maybe by several runs, and returns one that replays it into the same tensors."""
-
-    def __call__(self, function: Callable[[], Outputs]) -> Callable[[], Outputs]: ...
+# Records a function, maybe by several runs, and returns one that replays it into the same tensors.
+Record = Callable[[Callable[[], Outputs]], Callable[[], Outputs]]
 
 
 class CudaRecorder:
@@ -267,15 +265,9 @@ class RecordedRunner(EagerRunner):
 
         return prompt, run
 
-    def verify(
-        self,
-        tree: DraftTree,
-        lengths: Sequence[int],
-        prompt_lengths: Sequence[int] | None = None,
-        accept: AcceptArgs | None = None,
-    ) -> TargetOutput:
+    def verify(self, entries: Entries, accept: AcceptArgs | None = None) -> TargetOutput:
         """See ``Runner.verify``. Acceptance reads the paths that the forward has computed."""
-        logits, out, paths = self._replay(Entries(tree, lengths))
+        tree, (logits, out, paths) = entries.tree, self._replay(entries)
         return TargetOutput(logits, out, tree if tree.is_line else replace(tree, paths=paths), self.keeps_outputs)
 
     def _replay(self, entries: Entries) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor]]:

@@ -88,12 +88,7 @@ class DraftRequest:
 
     def within(self, depth: int) -> DraftRequest:
         """The same request with at most ``depth`` levels, for a network whose context ends there."""
-        budget = self.budget
-        if depth >= budget.depth:
-            return self
-        if budget.paths is None:
-            return replace(self, budget=replace(budget, depth=depth))
-        return replace(self, budget=replace(budget, paths=tuple(path for path in budget.paths if len(path) <= depth)))
+        return self if depth >= self.budget.depth else replace(self, budget=cut_to_depth(self.budget, depth))
 
     def builder(self) -> TreeBuilder:
         """To grow the trees level by level."""
@@ -102,6 +97,13 @@ class DraftRequest:
             self.ctx.pending(), self.active, self.starts, self.sampling, self.budget, self.calibration,
             history=history, wants_places=self.wants_places,
         )  # fmt: skip
+
+
+def cut_to_depth(budget: Budget, depth: int) -> Budget:
+    """A budget of fewer levels."""
+    if budget.paths is None or depth == 0:
+        return replace(budget, depth=depth, paths=None)
+    return replace(budget, paths=tuple(path for path in budget.paths if len(path) <= depth))
 
 
 class VerifyRequest(NamedTuple):

@@ -1,8 +1,8 @@
 // Mixtures of experts: a router's scores choose some experts for each row, which are matrices times those rows alone.
 //
 // Pairs of a row and one of its experts are sorted by expert. A product over pairs multiplies each expert that any row chose by
-// its rows, so a forward reads the weights of these experts once. A row's results are then summed in the order of its experts:
-// its bits do not depend on other rows.
+// its rows, so a forward reads the weights of these experts once. A row's results are then summed in the order in which its
+// experts were chosen: its bits do not depend on other rows.
 
 #pragma once
 
@@ -18,7 +18,7 @@ inline int padded_width(int width) { return (width + 15) / 16 * 16; }
 
 // The buffer that ROUTE writes for R rows, which has 4 * k + 2 * experts + 2 words for each.
 struct Routes {
-    int32_t* chosen;  // (R, k) each row's experts, ascending
+    int32_t* chosen;  // (R, k) each row's experts, the best first
     float* weights;  // (R, k)
     int32_t* place;  // (R, k) the pair of each
     int32_t* row;  // (R * k) of each pair
@@ -92,7 +92,6 @@ void choose_experts(const Op& op, const float* scores, int32_t* chosen, float* w
         is_taken[best] = true;
         chosen[i] = best;
     }
-    std::sort(chosen, chosen + k);
     float own[MAX_EXPERTS + 16];
     for (int i = 0; i < padded_width(k); ++i) own[i] = i < k ? worth[chosen[i]] : -INFINITY;
     if (op.scores == CHOSEN) softmax(own, padded_width(k));
@@ -147,7 +146,7 @@ void experts_piece(const Op& op, const Batch& batch, int which, int each) {
     linear(own, pairs, rows_for(own, pairs, nullptr), first, std::min(first + each, tiles));
 }
 
-// The weighted sum of a row's pairs, in the order of its experts.
+// The weighted sum of a row's pairs, in the order in which its experts were chosen.
 void combine_row(const Op& op, const Batch& batch, int row) {
     const Routes routes = routes_of(op, batch, op.routes);
     const int stride = padded_width(op.num_in);

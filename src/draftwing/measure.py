@@ -10,42 +10,23 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import Protocol
+from functools import cached_property, partial
 
 import torch
 
 from draftwing.budget.config import CONFIG
 from draftwing.budget.costs import Costs, Curve
+from draftwing.decode import Decoder
 from draftwing.errors import ConfigError
 from draftwing.methods.base import Budget, Drafter, NoDrafter
 from draftwing.models.context import Context, FeatureSpec
 from draftwing.models.lean import LeanContext
 from draftwing.models.target import Target
 from draftwing.sampling import Sampling, SamplingBatch
-from draftwing.stats import Step, Timings
+from draftwing.stats import Timings
 from draftwing.tree import DraftTree
 
 PROMPT = 2  # tokens of the prompts that measurements read
-
-
-class Loop(Protocol):
-    """The part of a ``decode.Decoder`` that measuring needs."""
-
-    ctx: Context
-    budget: Budget
-
-    @property
-    def num_running(self) -> int: ...
-
-    def admit(self, prompt_ids: list[int], sampling: Sampling) -> int: ...
-
-    def step(self) -> Step: ...
-
-    def retire(self, request_id: int) -> None: ...
-
-
-NewLoop = Callable[[Drafter, Budget], Loop]  # for a target, under the match rule
 
 
 class Series:
@@ -107,22 +88,20 @@ class _Filler(NoDrafter):
 class _Bench:
     """A decode loop with ``rows`` rows of ``context`` tokens, whose steps are timed. It is made for its first step."""
 
-    def __init__(
-        self, target: Target, new_drafter: Callable[[], Drafter], new_loop: NewLoop, rows: int, context: int
-    ) -> None:
-        self.target, self.new_drafter, self.new_loop = target, new_drafter, new_loop
+    def __init__(self, target: Target, new_drafter: Callable[[], Drafter], rows: int, context: int) -> None:
+        self.target, self.new_drafter = target, new_drafter
         self.prompt = [(7 * i + 3) % target.vocab_size for i in range(PROMPT + 1)]  # the last one is pending
         self.rows, self.length = rows, context
         self.ids: set[int] = set()
 
     @cached_property
-    def loop(self) -> Loop:
+    def loop(self) -> Decoder:
         self.drafter = self.new_drafter()
-        loop = self.new_loop(self.drafter, Budget(1))
+        loop = Decoder(self.target, self.drafter, budget=Budget(1))
         self._admit(loop)
         return loop
 
-    def _admit(self, loop: Loop) -> None:
+    def _admit(self, loop: Decoder) -> None:
         sampling = Sampling(max_tokens=self.target.max_length, ignore_eos=True)
         self.ids = {loop.admit(self.prompt, sampling) for _ in range(self.rows)}
         if isinstance(loop.ctx, LeanContext):  # slots of zeros take as long to read as others
@@ -177,7 +156,6 @@ def _take_turns(all_series: Sequence[Series], seconds: float) -> None:
 def measure(
     target: Target,
     new_drafter: Callable[[], Drafter],
-    new_loop: NewLoop,
     seconds: float | None = None,
     *,
     long: int | None = None,
@@ -187,7 +165,6 @@ def measure(
     Args:
         target: as loaded: its arithmetic, device and threads matter.
         new_drafter: makes the drafter.
-        new_loop: makes a decode loop from a drafter and a budget.
         seconds: for all steps together, ``CONFIG.seconds`` by default. On a slow machine large sizes may not be
             measured: they are extrapolated.
         long: tokens of the row that gives the cost per token of context; half the context at most.
@@ -211,11 +188,8 @@ def measure(
     def filler() -> Drafter:
         return _Filler(drafter.features)
 
-    def bench(new: Callable[[], Drafter], rows: int, length: int) -> _Bench:
-        return _Bench(target, new, new_loop, rows, length)
-
+    bench, length = partial(_Bench, target), min(drafter.context, room)
     one, batch, long_row = bench(filler, 1, context), bench(filler, num_rows, context), bench(filler, 1, long)
-    length = min(drafter.context, room)
     alone, together = bench(new_drafter, 1, length), bench(new_drafter, num_rows, length)
     verify = Series(small, one.verify)
     verify_large = Series(large, one.verify, verify.predict)
