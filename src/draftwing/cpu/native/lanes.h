@@ -325,7 +325,7 @@ ALWAYS_INLINE i16 larger(const i16& a, const i16& b) {
 #if defined(__AVX512F__)
     return (i16)_mm512_max_epi32((__m512i)a, (__m512i)b);
 #else
-    return select(a > b, a, b);
+    return select(b < a, a, b);
 #endif
 }
 
