@@ -491,6 +491,23 @@ def test_threads_change_no_bit(folder_of):
 
 
 @needs_kernel
+@pytest.mark.parametrize("threads", [2, 3, 16, 17, 33])
+def test_every_thread_adds_its_outputs_once(threads):
+    """Fewer tiles of outputs than threads, as many, and more; a second turn finds helpers that have started."""
+    before = torch.get_num_threads()
+    try:
+        for outputs in (64, 192, 1100, 2600):
+            linear, x, residual = Linear(torch.randn(outputs, 64), None), torch.randn(3, 64), torch.randn(3, outputs)
+            linear.pack("int8")
+            torch.set_num_threads(1)
+            expected = linear(x, residual)
+            torch.set_num_threads(threads)
+            assert all(torch.equal(linear(x, residual), expected) for _ in range(5))
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_kernel
 def test_reading_nothing_does_nothing(folder_of):
     """Products of no rows cannot be shared out among threads: dividing by them ended the process."""
     target = LeanTarget.from_folder(folder_of("llama", head_dim=32))

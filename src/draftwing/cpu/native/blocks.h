@@ -161,25 +161,31 @@ void unit_sums(const RowUnit<T::UNIT>* x, int stride, const char* w, int num_in,
 
 // --- rows ------------------------------------------------------------------------------------------------------------
 
-// Rounds a multiple of 16 numbers to levels; returns their scale, which is NaN if a number is NaN or infinite.
-ALWAYS_INLINE float round_levels(const float* x, int count, int8_t* levels) {
-    v16 most{}, check{};  // a comparison never selects NaN, which must not be lost
-    for (int i = 0; i < count; i += 16) {
-        const v16 part = load(x + i);
-        most = larger(larger(part, -part), most);
-        check += part * 0.0f;
-    }
-    float largest = largest_of(most);
-    const float unusual = sum_of(check), inverse = largest >= SMALLEST ? MAX_ROW_LEVEL / largest : 0.0f;
+// Rounds a multiple of 16 numbers to levels; returns their scale, which is NaN if a number is NaN or infinite. Adds the levels
+// to `sums`.
+ALWAYS_INLINE float round_levels(const float* x, int count, int8_t* levels, i16& sums) {
+    i16 most{};
+    for (int i = 0; i < count; i += 16) most = larger((i16)load(x + i) & 0x7fffffff, most);
+    float largest = largest_of((v16)most);
+    const float unusual = largest * 0.0f, inverse = largest >= SMALLEST ? MAX_ROW_LEVEL / largest : 0.0f;
     if (largest < SMALLEST) largest = 0.0f;
-    for (int i = 0; i < count; i += 16) store_bytes(reinterpret_cast<uint8_t*>(levels) + i, nearest_whole(x + i, inverse));
+    for (int i = 0; i < count; i += 16) {
+        const i16 whole = nearest_whole(x + i, inverse);
+        store_bytes(reinterpret_cast<uint8_t*>(levels) + i, whole);
+        sums += whole;
+    }
     return largest / MAX_ROW_LEVEL + unusual;
 }
 
+ALWAYS_INLINE float round_levels(const float* x, int count, int8_t* levels) {
+    i16 sums{};
+    return round_levels(x, count, levels, sums);
+}
+
 template <typename T> void round_unit(const float* x, RowUnit<T::UNIT>& out) {
-    out.scale = round_levels(x, T::UNIT, out.levels);
-    int32_t sum = 0;
-    for (const int8_t level : out.levels) sum += level;
+    i16 sums{};
+    out.scale = round_levels(x, T::UNIT, out.levels, sums);
+    const int32_t sum = sum_of(sums);
     out.sum = static_cast<float>(sum) * out.scale;
     out.start = -T::CENTER * sum;
 }

@@ -321,11 +321,44 @@ ALWAYS_INLINE v16 smaller(v16 a, v16 b) {
 #endif
 }
 
-ALWAYS_INLINE float largest_of(v16 lanes) {
-    float half[8], most = 0.0f;
-    for (int i = 0; i < 8; ++i) half[i] = lanes[i] > lanes[i + 8] ? lanes[i] : lanes[i + 8];
-    for (int i = 0; i < 8; ++i) most = half[i] > most ? half[i] : most;
-    return most;
+ALWAYS_INLINE i16 larger(const i16& a, const i16& b) {
+#if defined(__AVX512F__)
+    return (i16)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#else
+    return select(b < a, a, b);
+#endif
+}
+
+ALWAYS_INLINE int32_t largest_of(const i16& lanes) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_epi32((__m512i)lanes);
+#else
+    int32_t all[16];
+    memcpy(all, &lanes, 64);
+    for (int half = 8; half > 0; half /= 2)
+        for (int i = 0; i < half; ++i) all[i] = all[i] > all[i + half] ? all[i] : all[i + half];
+    return all[0];
+#endif
+}
+
+ALWAYS_INLINE int32_t sum_of(const i16& lanes) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32((__m512i)lanes);
+#else
+    int32_t all[16];
+    memcpy(all, &lanes, 64);
+    for (int half = 8; half > 0; half /= 2)
+        for (int i = 0; i < half; ++i) all[i] += all[i + half];
+    return all[0];
+#endif
+}
+
+// The largest of numbers that are not negative, whose order is that of their bits; NaN is larger than all others.
+ALWAYS_INLINE float largest_of(const v16& lanes) {
+    const int32_t bits = largest_of((i16)lanes);
+    float largest;
+    memcpy(&largest, &bits, 4);
+    return largest;
 }
 
 // x * factor, rounded once to the nearest whole number, ties to even; of at most 2^22.

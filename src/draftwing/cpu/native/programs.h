@@ -1,8 +1,9 @@
 // One forward as one parallel region.
 //
 // A program is a list of operations over buffers of rows. Threads run it together and claim pieces of each operation; an
-// operation begins when every piece of the previous one is done. Threads do not wait for helpers that have not joined: on a
-// busy machine, where a helper may be descheduled for milliseconds, the caller does the work alone.
+// operation begins when every piece of the previous one is done. Each thread has a range of pieces, since it prefetches the
+// weights that follow, and then takes what is left of the others' ranges. Threads do not wait for helpers that have not joined:
+// on a busy machine, where a helper may be descheduled for milliseconds, the caller does the work alone.
 
 #pragma once
 
@@ -24,8 +25,10 @@ namespace {
 // An operation takes one step, or two if all threads first prepare its input together.
 enum Part : int32_t { WHOLE = 0, PREPARE = 1, PREPARED = 2 };
 
+constexpr int MAX_RANGES = 16;
+
 struct alignas(64) Step {
-    std::atomic<int32_t> claimed, done;
+    std::atomic<int32_t> claimed[MAX_RANGES], done;  // claimed: of each range of pieces
     int32_t op, part, pieces, each;  // each: tiles, rows or nodes per piece
 };
 
@@ -99,16 +102,20 @@ void piece(const Run& run, const Step& step, int which, Rows& rows, bool& is_pre
     }
 }
 
-void run_steps(Run& run) {
+void run_steps(Run& run, int thread) {
+    const int ranges = std::min(run.num_helpers + 1, MAX_RANGES);
     for (int i = 0; i < run.num_steps; ++i) {
         Step& step = run.steps[i];
         Rows rows{};
         bool is_prepared = false;
-        for (;;) {
-            const int which = step.claimed.fetch_add(1, std::memory_order_acq_rel);
-            if (which >= step.pieces) break;
-            piece(run, step, which, rows, is_prepared);
-            step.done.fetch_add(1, std::memory_order_acq_rel);
+        for (int turn = 0; turn < ranges; ++turn) {
+            const int range = (thread + turn) % ranges, begin = step.pieces * range / ranges, end = step.pieces * (range + 1) / ranges;
+            for (;;) {
+                const int which = begin + step.claimed[range].fetch_add(1, std::memory_order_acq_rel);
+                if (which >= end) break;
+                piece(run, step, which, rows, is_prepared);
+                step.done.fetch_add(1, std::memory_order_acq_rel);
+            }
         }
         for (int spins = 0; step.done.load(std::memory_order_acquire) < step.pieces; ++spins) {
             pause();
@@ -142,7 +149,7 @@ class Pool {
             { std::lock_guard<std::mutex> lock(sleep_); }
             wake_.notify_all();
         }
-        run_steps(run);
+        run_steps(run, 0);
         current_.store(nullptr);
     }
 
@@ -158,7 +165,7 @@ class Pool {
             if (run == nullptr) continue;
             run->inside.fetch_add(1);
             // Only the current run is complete: an older one may be being reused.
-            if (current_.load() == run && index < run->num_helpers) run_steps(*run);
+            if (current_.load() == run && index < run->num_helpers) run_steps(*run, index + 1);
             run->inside.fetch_sub(1);
         }
     }
@@ -208,7 +215,7 @@ void plan(Run& run, int which, int num_threads) {
         Step& step = run.steps[run.num_steps++];
         step.op = which, step.part = part, step.pieces = pieces, step.each = each;
         step.done.store(0);
-        step.claimed.store(0);
+        for (std::atomic<int32_t>& claimed : step.claimed) claimed.store(0, std::memory_order_relaxed);
     };
     if (op.kind == LINEAR) {
         const bool is_shared = num_threads > 1 && count * op.num_in >= SHARED_NUMBERS && needs_preparing(op);
