@@ -195,7 +195,7 @@ def test_an_interrupt_keeps_the_text_so_far_and_a_reader_that_is_gone_is_no_erro
 ERRORS = {
     "no such target": (["-t", "/nowhere/model"], "/nowhere/model"),
     "no such file": (["-t", "missing.gguf"], "missing.gguf: there is no such file"),
-    "a draft's name": (["x", "-d", "eagle4"], "Did you mean eagle3 or eagle1?"),
+    "a draft's name": (["x", "-d", "eagle4"], "Did you mean peagle or eagle3?"),
     "empty prompt": ([""], "prompt is empty"),
     "no prompt on stdin": ([], "no prompt"),
     "two prompts": (["x", "--prompts", "y"], "two prompts"),

@@ -313,7 +313,7 @@ def test_experts_without_an_end(tmp_path):
     data = container(pairs, [tensor("blk.0.ffn_up_exps.weight", (1, 1, 2000))], b"\0" * 8000)
     path = tmp_path / "bad.gguf"
     path.write_bytes(data)
-    with refused(CheckpointError, "blk.0.ffn_up_exps.weight", "at most 1024 matrices"):
+    with refused(CheckpointError, "blk.0.ffn_up_exps.weight", "at most 1024 experts"):
         GgufWeights(path)
 
 

@@ -554,11 +554,11 @@ def test_a_forked_child_computes_alone(folder_of):
 
 def test_what_the_kernel_does_not_run_runs_in_pytorch(folder_of):
     for family, changes, dtype in (
-        ("mixtral", {"head_dim": 32}, torch.float32),
+        ("deepseek-v3", {}, torch.float32),  # latent attention
         ("llama", {}, torch.float32),  # heads of 8
         ("llama", {"head_dim": 32}, torch.float64),
         ("llama", {"head_dim": 32}, torch.float16),
-        ("mixtral", {"head_dim": 32}, torch.bfloat16),
+        ("deepseek-v3", {}, torch.bfloat16),
     ):
         assert LeanTarget.from_folder(folder_of(family, **changes), dtype).runtime == "torch"
     plain = LeanTarget.from_folder(folder_of("llama", head_dim=32), torch.float32, prepack=False)
@@ -612,6 +612,7 @@ def test_an_eagle1_head_drafts_for_a_target_that_runs_in_pytorch(fast, folder_of
 
 @needs_kernel
 def test_a_head_that_is_laid_out_for_pytorch_keeps_its_net_there(folder_of):
-    target = LeanTarget.from_folder(folder_of("mixtral", head_dim=32), torch.float32)
-    config = EagleConfig.for_target(1, ModelConfig.from_hf(read_config(folder_of("mixtral", head_dim=32))))
+    """A target whose heads are too narrow for the kernel, with a head whose own are wide enough."""
+    target = LeanTarget.from_folder(folder_of("llama"), torch.float32)
+    config = EagleConfig.for_target(1, ModelConfig.from_hf(read_config(folder_of("llama", head_dim=32))))
     assert EagleNet(config, target.embedding, target.head).prepack(fast=True).runs.name == "torch"

@@ -240,10 +240,6 @@ FOREIGN = {
     }),
     "Ernie4_5ForCausalLM": ("Ernie4_5Config", {"head_dim": 8, "num_key_value_heads": 4}),  # rotates adjacent channels
     "Olmo2ForCausalLM": ("Olmo2Config", {"num_key_value_heads": 4}),  # norms what a layer adds
-    "Glm4MoeForCausalLM": ("Glm4MoeConfig", {
-        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16,
-        "first_k_dense_replace": 1, "head_dim": 8,
-    }),
     "Qwen3NextForCausalLM": ("Qwen3NextConfig", {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
         "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,

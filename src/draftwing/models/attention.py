@@ -319,7 +319,7 @@ class TreeAttention(SlotAttention):
         """
         keys, values = self._kv[layer]
         into, at = self._fresh
-        keys[into, :, at], values[into, :, at] = k, v
+        keys[into, :, at], values[into, :, at] = k.to(keys.dtype), v.to(values.dtype)
         if self._seen is None:
             return keys[self._rows, :, : self._width], values[self._rows, :, : self._width]
         return keys[0][:, self._seen].transpose(0, 1), values[0][:, self._seen].transpose(0, 1)
