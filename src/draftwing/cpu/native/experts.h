@@ -108,7 +108,7 @@ void sort_pairs(const Op& op, const Batch& batch) {
     for (int i = 0; i < count * k; ++i) ++routes.starts[routes.chosen[i] + 1];
     for (int expert = 0; expert < op.num_experts; ++expert) routes.starts[expert + 1] += routes.starts[expert];
     int32_t* next = routes.active;
-    std::copy(routes.starts, routes.starts + op.num_experts, next);
+    for (int expert = 0; expert < op.num_experts; ++expert) next[expert] = routes.starts[expert];
     for (int i = 0; i < count * k; ++i) {
         const int32_t place = routes.place[i] = next[routes.chosen[i]]++;
         routes.row[place] = i / k;
