@@ -283,7 +283,6 @@ def test_the_official_client_adds_streamed_calls_up(lm, writes, wish, parallel):
         ]
         assert all(each.function.arguments == "" for each in firsts)
         assert len({each.id for each in firsts}) == len(wanted)
-        assert len(deltas) > 5  # in pieces
         assert [each.index for each in deltas] == sorted(each.index for each in deltas)
     fragments = [e.arguments_delta for e in events if e.type == "tool_calls.function.arguments.delta"]
     assert sorted("".join(fragments)) == sorted(2 * "".join(arguments for _, arguments in wanted))  # of both choices
