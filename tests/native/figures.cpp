@@ -1,5 +1,5 @@
 // Numbers of everything that the kernel computes, for a test to compare between processors: products of every format,
-// norms, activations, attention, convolutions, recurrent layers, noise, filters, the walk, drafts. Each line: a name, then words of 32 bits.
+// norms, activations, attention, convolutions, recurrent layers, experts, noise, filters, the walk, drafts. Each line: a name, then words of 32 bits.
 
 #include <cstdio>
 #include <string>
@@ -290,6 +290,38 @@ void tell_recurrence() {
     }
 }
 
+// A mixture of experts: routes, and what the experts of each row add to it.
+void tell_experts() {
+    constexpr int ROWS = 9, HIDDEN = 64, WIDTH = 40, COUNT = 24, BEST = 5;
+    const std::vector<float> x = numbers(ROWS * HIDDEN), scores = numbers(ROWS * COUNT, 3.0f), bias = numbers(COUNT);
+    const size_t up_bytes = 2 * tile_bytes<Float32>(HIDDEN), down_bytes = tile_bytes<Float32>(WIDTH);
+    Memory up(COUNT * up_bytes), down(COUNT * down_bytes);
+    fill(up, FLOAT32, 0, 0), fill(down, FLOAT32, 0, 0);
+    std::vector<Expert> ups(COUNT), downs(COUNT);
+    for (int i = 0; i < COUNT; ++i) ups[i].weight = up.data + i * up_bytes, downs[i].weight = down.data + i * down_bytes;
+    const int sizes[] = {HIDDEN, COUNT, 4 * BEST + 2 * COUNT + 2, BEST * 48, BEST * HIDDEN, HIDDEN};
+    for (const int32_t kind : {SOFTMAX, CHOSEN, SIGMOID})
+        for (const int32_t groups : {0, 4}) {
+            std::vector<float> buffers[6] = {x, scores};
+            Batch batch{};
+            batch.rows = ROWS, batch.nodes = 1;
+            for (int i = 0; i < 6; ++i) {
+                buffers[i].resize(ROWS * sizes[i], 0.5f);
+                batch.buffers[i] = buffers[i].data(), batch.widths[i] = sizes[i];
+            }
+            Op ops[4]{};
+            for (Op& op : ops) op.num_experts = COUNT, op.num_chosen = BEST, op.routes = 2;
+            ops[0].kind = ROUTE, ops[0].source = 1, ops[0].target = 2, ops[0].scores = kind, ops[0].scale = 1.5f, ops[0].bias = bias.data();
+            ops[0].num_groups = groups, ops[0].num_kept_groups = 2, ops[0].sums_two = kind == SIGMOID, ops[0].normalises = kind == SIGMOID;
+            ops[1].kind = EXPERTS, ops[1].target = 3, ops[1].gathers = 1, ops[1].num_in = HIDDEN, ops[1].num_out = WIDTH, ops[1].is_gated = 1;
+            ops[1].weight = ups.data(), ops[1].epilogue = groups ? CLAMPED : SILU, ops[1].eps = 1.7f, ops[1].cap = groups ? 2.0f : 0.0f;
+            ops[2].kind = EXPERTS, ops[2].source = 3, ops[2].target = 4, ops[2].num_in = WIDTH, ops[2].num_out = HIDDEN, ops[2].weight = downs.data();
+            ops[3].kind = COMBINE, ops[3].source = 4, ops[3].target = 5, ops[3].num_in = HIDDEN, ops[3].epilogue = ADD;
+            draftwing_run(ops, 4, &batch, 2);
+            tell("experts " + std::to_string(kind) + " of " + std::to_string(groups), buffers[5]);
+        }
+}
+
 void tell_noise() {
     constexpr int VOCAB = 777;
     NoiseStore* store = draftwing_noise_new(VOCAB, 3);
@@ -403,6 +435,7 @@ int main() {
     tell_attention();
     tell_convolution();
     tell_recurrence();
+    tell_experts();
     tell_noise();
     tell_drafts();
 }
