@@ -193,6 +193,20 @@ def test_experts_have_pytorchs_numbers_in_any_company(name):
 
 
 @needs_kernel
+def test_threads_share_an_experts_outputs():
+    packed, plain = (layer_of_experts(Routing(2), False, packs, hidden=200, width=300) for packs in (True, False))
+    x, before = torch.randn(3, 200), torch.get_num_threads()
+    whole = run_experts(packed, x)
+    assert torch.allclose(whole, plain.forward(x), atol=1e-4)
+    try:
+        torch.set_num_threads(6)
+        assert torch.equal(run_experts(packed, x), whole)
+        assert torch.equal(run_experts(packed, x[1:2]), whole[1:2])
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_kernel
 def test_rows_of_nan_choose_experts_and_stay_nan():
     """They reach neither memory of others nor other rows."""
     packed = layer_of_experts(*ROUTINGS["best-pairs"], True)
