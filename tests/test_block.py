@@ -660,7 +660,7 @@ def published(place, layout, target, folder, drop=(), **changes):
 
 
 def correction(kind, net, tensors, x, path):
-    """What the tokens of a path, from the pending one on, add to the logits of a place with state x (H,)."""
+    """The correction to the logits of state x (H,) after a path of tokens, the first of which is the pending one."""
     if kind == "dspark":
         return tensors["markov_head.markov_w2.weight"] @ net.embedding_before[path[-1]]
     if kind == "dflash" or len(path) <= net.config.num_uncorrected:

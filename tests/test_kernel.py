@@ -16,7 +16,7 @@ from draftwing.cpu.noise import NativeNoise
 from draftwing.cpu.packed import Packed
 from draftwing.cpu.program import Program, Workspace
 from draftwing.decode import Decoder
-from draftwing.errors import ConfigError
+from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.methods.base import Budget
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
 from draftwing.methods.lookup import LookupDrafter
@@ -204,6 +204,15 @@ def test_threads_share_an_experts_outputs():
         assert torch.equal(run_experts(packed, x[1:2]), whole[1:2])
     finally:
         torch.set_num_threads(before)
+
+
+@needs_kernel
+def test_more_experts_than_the_kernel_takes():
+    kernel = get_kernel()
+    assert kernel is not None
+    assert kernel.max_experts >= 512  # Qwen3-Next
+    with refused(UnsupportedError, f"at most {kernel.max_experts} experts", "DRAFTWING_KERNEL=off"):
+        Program(kernel).given(kernel.max_experts + 1).routed(Routing(2))
 
 
 @needs_kernel

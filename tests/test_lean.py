@@ -8,7 +8,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from conftest import FURTHER, LEAN, build, float64_norms, kernel_size, refused
 from draftwing.cpu.library import get_kernel
 from draftwing.decode import Decoder
-from draftwing.errors import ConfigError
+from draftwing.errors import CheckpointError, ConfigError
 from draftwing.models.context import Context, FeatureSpec, TargetOutput
 from draftwing.models.lean import LeanTarget
 from draftwing.sampling import Sampling
@@ -120,6 +120,12 @@ def test_experts_in_blocks_of_4_bits(tmp_path):
         assert "MXFP4 weights in float32 arithmetic" in target.runs_as
         found = target.score(torch.tensor([ids])).logits.double()
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3)
+    damaged = "model.layers.1.mlp.experts.down_proj"
+    tensors[f"{damaged}_scales"][2, 3, 0] = 255
+    save_file(tensors, tmp_path / "model.safetensors")
+    for dtype in (torch.float64, torch.float32):
+        with refused(CheckpointError, f"{damaged}_blocks"):
+            LeanTarget.from_folder(tmp_path, dtype)
 
 
 @pytest.mark.parametrize("rope", ROPES)

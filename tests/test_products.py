@@ -208,7 +208,7 @@ print(found, told, left)
 
 @pytest.mark.skipif(not CAN_COMPILE, reason="no C++ compiler here")
 def test_what_ends_a_process_is_tried_by_a_child(tmp_path):
-    """It says no, crashes, is stopped or never comes back: nobody is told of a child's end, and none is left."""
+    """The child refuses, crashes, stops or hangs. The parent receives no signal when it ends, and no child remains."""
     path = tmp_path / "trial.so"
     done = compiled("trial.cpp", path, "-fPIC", "-shared")
     assert done.returncode == 0, done.stderr

@@ -125,6 +125,7 @@ class Kernel:
         self._commit, self._pack, self._rows = library.draftwing_commit, library.draftwing_pack, library.draftwing_rows
         self._pages = HugePageArena(library.draftwing_advise)
         self.max_ops: int = library.draftwing_sizes(2)
+        self.max_experts: int = library.draftwing_sizes(6)
         self._use_tiles = library.draftwing_use_tiles
         self.has_tiles = self.use_tiles(os.environ.get("DRAFTWING_KERNEL_AMX") != "off")
         self.has_int8 = bool(library.draftwing_has_int8())

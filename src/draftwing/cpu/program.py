@@ -27,7 +27,6 @@ ACTIVATIONS = {"silu": 2, "gelu": 3, "gelu_pytorch_tanh": 4, "relu2": 5}
 _EMBED, _NORM, _LINEAR, _ATTEND, _COPY, _CONVOLVE, _RECUR, _ROUTE, _EXPERTS, _COMBINE = range(10)
 _STORE, _ADD, _CLAMPED = 0, 1, 6
 _SCORES = ("softmax", "chosen", "sigmoid")
-MAX_EXPERTS = 1024  # that a layer may have
 _NO_SOURCE = -1
 
 
@@ -320,9 +319,10 @@ class Traced:
     def routed(self, routing: RoutingLike, bias: Tensor | None = None) -> Routed:
         """Choose experts by these scores (R, experts); see ``models.layers.Routing``."""
         scores, (num_groups, num_kept), k = self.settled(), routing.groups or (0, 0), routing.num_per_token
-        if self.width > MAX_EXPERTS:
+        most = self.program.kernel.max_experts
+        if self.width > most:
             raise UnsupportedError(
-                f"the CPU kernel runs layers of at most {MAX_EXPERTS} experts, found {self.width}: load the model with "
+                f"the CPU kernel runs layers of at most {most} experts, found {self.width}: load the model with "
                 f"DRAFTWING_KERNEL=off in the environment"
             )
         routes = self.program.scratch(4 * k + 2 * self.width + 2)
@@ -330,8 +330,7 @@ class Traced:
         self.program.add(
             routes, scores.buffer, kind=_ROUTE, scores=_SCORES.index(routing.scores), normalises=routing.normalise,
             num_groups=num_groups, num_kept_groups=num_kept, sums_two=routing.group_by == "two", scale=routing.scale,
-            eps=routing.sum_eps,
-            bias=None if bias is None else bias.float(), **sizes,
+            eps=routing.sum_eps, bias=None if bias is None else bias.float(), **sizes,
         )  # fmt: skip
         return Routed(self.program, routes, sizes)
 

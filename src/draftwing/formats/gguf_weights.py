@@ -71,10 +71,8 @@ _IN_LAYERS = {
     "ffn_down": "down",
 }
 _CONVOLUTION = {f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")}
-_WHOLE_NAMES = (
-    "attn_sinks",
-    "exp_probs_b",
-)  # tensors whose names in a checkpoint do not end in ``.weight`` or ``.bias``
+# Tensors whose names in a checkpoint do not end in ``.weight`` or ``.bias``.
+_WHOLE_NAMES = ("attn_sinks", "exp_probs_b")
 _LAYER_NAME = re.compile(r"blk\.(\d{1,6})\.((?:shortconv\.)?\w+)(?:\.(\d{1,6}))?\.(weight|bias)")
 
 

@@ -783,12 +783,12 @@ def _moe(read: ConfigReader, experts: ExpertTraits, layers: int) -> MoeConfig | 
         shared = size * int(read.setting(experts.num_shared))
     return MoeConfig(
         num_experts, per_token, size, read.setting(experts.normalise), tuple(sparse), shared,
-        scale=read.setting(experts.scale or 1.0), groups=_groups(read, experts, num_experts),
+        scale=read.setting(experts.scale or 1.0), groups=_groups(read, experts, num_experts, per_token),
         clamp=None if experts.clamp is None else (read.setting(experts.clamp[0]), read.setting(experts.clamp[1])),
     )  # fmt: skip
 
 
-def _groups(read: ConfigReader, experts: ExpertTraits, num_experts: int) -> tuple[int, int] | None:
+def _groups(read: ConfigReader, experts: ExpertTraits, num_experts: int, per_token: int) -> tuple[int, int] | None:
     """The number of groups of experts, and of those that a token chooses from."""
     if experts.groups == "max":
         method = read.text("topk_method", "greedy")
@@ -799,12 +799,7 @@ def _groups(read: ConfigReader, experts: ExpertTraits, num_experts: int) -> tupl
     if experts.groups is None:
         return None
     groups = read.integer("n_group", experts.num_groups[0]), read.integer("topk_group", experts.num_groups[1])
-    chosen = groups[1] * num_experts // groups[0]
-    if (
-        num_experts % groups[0]
-        or groups[1] > groups[0]
-        or chosen < read.integer(experts.per_token, experts.num_per_token)
-    ):
+    if num_experts % groups[0] or groups[1] > groups[0] or groups[1] * num_experts // groups[0] < per_token:
         raise read.error(f"`n_group` {groups[0]} and `topk_group` {groups[1]} do not fit {num_experts} experts.")
     return groups
 

@@ -447,7 +447,7 @@ FAMILIES: Final[dict[str, Family]] = {
     ),
     "lfm2": Family("Lfm2ForCausalLM", 128000, is_rounded_up=True, **_LFM2),
     "lfm2_moe": Family(
-        "Lfm2MoeForCausalLM", 128000, **{**_LFM2, "refused": {"conv_bias": (False,), "use_expert_bias": (True,)}},
+        "Lfm2MoeForCausalLM", 128000, **{**_LFM2, "refused": {**_LFM2["refused"], "use_expert_bias": (True,)}},
         experts=ExpertTraits(
             32, 4, "feed_forward.gate", tuple(f"feed_forward.experts.{{e}}.{name}" for name in ("w1", "w3", "w2")),
             size=Key("moe_intermediate_size", 1792), scores="sigmoid", score_bias="feed_forward.expert_bias",

@@ -111,15 +111,7 @@ class Reader:
         shapes = {f"{name}.weight": (out, num_in) for name, out in zip(names, outs, strict=True)}
         if layout.runs == "kernel":
             return self._packed(
-                shapes,
-                lambda parts: Linear.of_stored(
-                    _reordered(parts, rows),
-                    bias_of_all,
-                    layout.quantize,
-                    gated=gated,
-                    rounds=layout.rounds,
-                    arithmetic=layout.arithmetic,
-                ),
+                shapes, lambda parts: _linear(_reordered(parts, rows), bias_of_all, layout, gated=gated)
             )
         weights = [self.tensor(name, *shape) for name, shape in shapes.items()]
         stacked = torch.cat(weights) if len(weights) > 1 else weights[0]
@@ -136,41 +128,46 @@ class Reader:
             {name: (num_tokens, width)}, lambda parts: Embedding(Packed.of_stored(_reordered(parts, rows), None))
         )
 
-    def own(self, part: Stored, bias: Tensor, *, gated: bool) -> Linear:
-        """Lay a matrix out that is no tensor of the files."""
-        layout = self.layout
-        if layout.runs != "kernel":
-            return Linear(part.expand().to(self.device, self.dtype), bias).lay_out(layout, gated=gated)
-        parts = [self._converted(part)]
-        return Linear.of_stored(
-            parts, bias, layout.quantize, gated=gated, rounds=layout.rounds, arithmetic=layout.arithmetic
-        )
-
-    def _converted(self, part: Stored) -> Stored:
-        """In the format that the layout asks for."""
-        if self.layout.rounds:
-            return part.rounded()
-        return part.expanded() if self.layout.expand else part.narrowed()
+    def own(self, name: str, part: Stored, bias: Tensor, *, gated: bool) -> Linear:
+        """Lay a matrix out that was made of the tensors ``name``. Raises CheckpointError if a number is not finite."""
+        if self.layout.runs == "kernel":
+            return self._checked({name: part}, lambda parts: _linear(parts, bias, self.layout, gated=gated))
+        weight = part.expand()
+        check_finite(name, weight)
+        return Linear(weight.to(self.device, self.dtype), bias).lay_out(self.layout, gated=gated)
 
     def _packed(self, shapes: dict[str, tuple[int, int]], pack: Callable[[list[Stored]], T]) -> T:
-        """Pack matrices in the formats of the file. Raises CheckpointError if a number is not finite."""
+        """Pack matrices of the files. Raises CheckpointError if a number is not finite."""
         self.used.update(shapes)
-        held = [self.files.stored(name, shape) for name, shape in shapes.items()]
-        parts = [self._converted(part) for part in held]
+        held = {name: self.files.stored(name, shape) for name, shape in shapes.items()}
+        try:
+            return self._checked(held, pack)
+        finally:
+            for part in held.values():
+                self.files.drop(part)
+
+    def _checked(self, held: dict[str, Stored], pack: Callable[[list[Stored]], T]) -> T:
+        """Pack matrices in their own formats or that of the layout, and name one with a number that is not finite."""
+        convert = Stored.rounded if self.layout.rounds else Stored.expanded if self.layout.expand else Stored.narrowed
+        parts = [convert(part) for part in held.values()]
         try:
             if self.layout.quantize is not None:  # quantised levels are always finite
-                self._check(shapes, parts)
+                self._check(held, parts)
             return pack(parts)
         except NotFiniteError:
-            self._check(shapes, parts)
+            self._check(held, parts)
             raise
-        finally:
-            for part in held:
-                self.files.drop(part)
 
     def _check(self, names: Iterable[str], parts: Sequence[Stored]) -> None:
         for name, part in zip(names, parts, strict=True):
             check_finite(name, part.data if part.data.is_floating_point() else part.expand())
+
+
+def _linear(parts: list[Stored], bias: Tensor | None, layout: Layout, *, gated: bool) -> Linear:
+    """A matrix for the CPU kernel."""
+    return Linear.of_stored(
+        parts, bias, layout.quantize, gated=gated, rounds=layout.rounds, arithmetic=layout.arithmetic
+    )
 
 
 def _reordered(parts: list[Stored], rows: Tensor | None) -> list[Stored]:
@@ -442,8 +439,9 @@ def _read_clamped(reader: Reader, config: ModelConfig, names: ExpertTraits, base
         scales = reader.files.get(f"{name}_scales", None, (count, num_out, num_in // 32))
         reader.used |= {f"{name}_blocks", f"{name}_scales"}
         return lambda expert: reader.own(
-            mxfp4_blocks(blocks[expert][rows], scales[expert][rows]), biases[expert][rows], gated=order is not None
-        )
+            f"{name}_blocks", mxfp4_blocks(blocks[expert][rows], scales[expert][rows]), biases[expert][rows],
+            gated=order is not None,
+        )  # fmt: skip
 
     halves = torch.arange(2 * width).view(-1, 2).T.flatten()
     gate_ups = read(names.matrices[0], 2 * width, hidden, halves)

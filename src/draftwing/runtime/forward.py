@@ -52,9 +52,8 @@ class NetShape:
     is_shifted: bool = True  # True if an entry reads its token, False if it reads that of its parent
     is_sparse: bool = False  # True if its logits leave tokens out, which hold -inf
     has_plain_heads: bool = True  # see ``HeadTraits.is_plain``
-    narrow_width: int = (
-        0  # words of a head's keys in a slot of 8 bits (``ModelConfig.slot_width``); 0: slots hold numbers
-    )
+    # words of a head's keys in a slot of 8 bits (``ModelConfig.slot_width``); 0: slots hold numbers
+    narrow_width: int = 0
     num_slot_heads: int = 0  # KV heads of a slot, if more than ``num_kv_heads`` (``ModelConfig.num_slot_heads``)
     delta: DeltaConfig | None = None  # the sizes of recurrent layers
     num_recurrent: int = 0  # number of these

@@ -56,7 +56,7 @@ void draftwing_accept(const float* scores, int32_t rows, int32_t nodes, const in
 
 // Sizes that Python compares with its own.
 int32_t draftwing_sizes(int32_t which) {
-    const int32_t sizes[] = {sizeof(Op), sizeof(Batch), MAX_OPS, sizeof(Draft), sizeof(AcceptArgs), sizeof(VerifyArgs)};
+    const int32_t sizes[] = {sizeof(Op), sizeof(Batch), MAX_OPS, sizeof(Draft), sizeof(AcceptArgs), sizeof(VerifyArgs), MAX_EXPERTS};
     return sizes[which];
 }
 

@@ -329,15 +329,20 @@ ALWAYS_INLINE i16 larger(const i16& a, const i16& b) {
 #endif
 }
 
+// Joins all lanes, two halves at a time.
+template <typename F> ALWAYS_INLINE int32_t folded(const i16& lanes, F join) {
+    int32_t all[16];
+    memcpy(all, &lanes, 64);
+    for (int half = 8; half > 0; half /= 2)
+        for (int i = 0; i < half; ++i) all[i] = join(all[i], all[i + half]);
+    return all[0];
+}
+
 ALWAYS_INLINE int32_t largest_of(const i16& lanes) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_epi32((__m512i)lanes);
 #else
-    int32_t all[16];
-    memcpy(all, &lanes, 64);
-    for (int half = 8; half > 0; half /= 2)
-        for (int i = 0; i < half; ++i) all[i] = all[i] > all[i + half] ? all[i] : all[i + half];
-    return all[0];
+    return folded(lanes, [](int32_t a, int32_t b) { return a > b ? a : b; });
 #endif
 }
 
@@ -345,11 +350,7 @@ ALWAYS_INLINE int32_t sum_of(const i16& lanes) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_epi32((__m512i)lanes);
 #else
-    int32_t all[16];
-    memcpy(all, &lanes, 64);
-    for (int half = 8; half > 0; half /= 2)
-        for (int i = 0; i < half; ++i) all[i] += all[i + half];
-    return all[0];
+    return folded(lanes, [](int32_t a, int32_t b) { return a + b; });
 #endif
 }
 

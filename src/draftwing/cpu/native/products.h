@@ -341,11 +341,14 @@ void linear(const Op& op, const Batch& batch, const Rows& rows, int first_tile, 
                 const int room = op.num_out - tile * TILE - 16 * c;
                 if (room <= 0) break;
                 v16 value = found[r][c];
-                if (op.epilogue == CLAMPED) value = clamped(value, up[r][c], op.eps, op.cap);
-                else if (activates) value = activate(op.epilogue, value);
-                if (gated && op.epilogue != CLAMPED) value = value * up[r][c];
-                if (op.scale != 0.0f) value = value * op.scale;
-                if (op.cap != 0.0f && op.epilogue != CLAMPED) value = capped(value, op.cap);
+                if (op.epilogue == CLAMPED) {
+                    value = clamped(value, up[r][c], op.eps, op.cap);
+                } else {
+                    if (activates) value = activate(op.epilogue, value);
+                    if (gated) value = value * up[r][c];
+                    if (op.scale != 0.0f) value = value * op.scale;
+                    if (op.cap != 0.0f) value = capped(value, op.cap);
+                }
                 if (op.places == nullptr) {
                     put(row + 16 * c, value, room, op.epilogue == ADD);
                     continue;
