@@ -29,6 +29,7 @@ kernel = get_kernel()
 pytestmark = pytest.mark.skipif(kernel is None, reason="no kernel here")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs AVX-512")
 def test_other_instructions_give_the_same_bits(folder_of):
     """AVX2, as a processor without AVX-512 computes them: products, and attention over keys and values in 8 bits."""

@@ -122,6 +122,34 @@ def test_tokens_that_are_none(tmp_path, changes):
         Tokenizer(tmp_path)
 
 
+# --- chat templates --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"bos_token": {"__type": "AddedToken", "content": "<pad>", **FLAGS}},
+        {"bos_token": None},
+        {"added_tokens_decoder": {}},
+    ],
+    ids=["named", "object", "none", "listed"],
+)
+@pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "Qwen2Tokenizer"])
+@pytest.mark.parametrize("others", [{}, {"bos_token": "</s>"}, {"unk_token": "</s>"}], ids=str)
+def test_a_template_shows_the_tokens_that_transformers_shows(tmp_path, settings, kind, others):
+    """Named by the folder, by an older file, or only by the tokenizer's class."""
+    template = "{{ bos_token }}|{{ unk_token }}|{{ messages[0].content }}"
+    add_tokenizer(tmp_path, tokenizer_class=kind, chat_template="{{ wrong }}", **settings)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    if others:
+        change_json(tmp_path, "special_tokens_map.json", **others)
+    messages = [{"role": "user", "content": "x"}]
+    expected = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(messages, tokenize=False)
+    assert Tokenizer(tmp_path).render_chat(messages) == expected
+    assert kind != "Qwen2Tokenizer" or "<|endoftext|>" in expected or "unk_token" in others
+
+
 # --- code ------------------------------------------------------------------------------------------------------------
 
 

@@ -122,7 +122,7 @@ template <typename W> ALWAYS_INLINE auto signed_bytes(W word, int which) {
 
 struct Float32 {
     static constexpr bool IS_BLOCKS = false;
-    static constexpr int GROUP = 1, GROUP_BYTES = 4 * TILE, CHUNK = 32, FEW = 0;
+    static constexpr int GROUP = 1, GROUP_BYTES = 4 * TILE, CHUNK = 32;
     typedef v16 Bits;
     static ALWAYS_INLINE Bits bits(const char* group, int part) { return load(reinterpret_cast<const float*>(group) + 16 * part); }
     static ALWAYS_INLINE v16 weight(Bits bits, int) { return bits; }
@@ -130,7 +130,7 @@ struct Float32 {
 
 struct Float16 {
     static constexpr bool IS_BLOCKS = false;
-    static constexpr int GROUP = 1, GROUP_BYTES = 2 * TILE, CHUNK = 64, FEW = 1;
+    static constexpr int GROUP = 1, GROUP_BYTES = 2 * TILE, CHUNK = 64;
     typedef v16 Bits;
     static ALWAYS_INLINE Bits bits(const char* group, int part) { return halves(group + 32 * part); }
     static ALWAYS_INLINE v16 weight(Bits bits, int) { return bits; }
@@ -138,7 +138,7 @@ struct Float16 {
 
 struct BFloat16 {  // two inputs in a word
     static constexpr bool IS_BLOCKS = false;
-    static constexpr int GROUP = 2, GROUP_BYTES = 4 * TILE, CHUNK = 64, FEW = 1;
+    static constexpr int GROUP = 2, GROUP_BYTES = 4 * TILE, CHUNK = 64;
     typedef w16 Bits;
     static ALWAYS_INLINE Bits bits(const char* group, int part) { return words(group + 64 * part); }
     static ALWAYS_INLINE v16 weight(Bits bits, int i) { return (v16)(i ? bits & 0xffff0000u : bits << 16); }
@@ -147,9 +147,8 @@ struct BFloat16 {  // two inputs in a word
 // --- blocks ----------------------------------------------------------------------------------------------------------
 // Each format has blocks of INPUTS, of which UNIT share a scale and an offset; W words of 32 bits, H numbers of 16 and B of 8
 // per block, interleaved in a tile for 64 outputs. A weight is (level - CENTER) * factor + offset, with unsigned levels. `bits` hold the
-// levels of four inputs of a register W of outputs, number `place` of a tile's, and `levels` makes bytes of them. For many
-// rows CHUNK inputs (16 KB) are widened at a time. FEW: at most this many rows are multiplied while weights are widened, if
-// registers are narrower than with AVX-512.
+// levels of four inputs of a register W of outputs, number `place` of a tile's, and `levels` makes bytes of them. In
+// float32 arithmetic CHUNK inputs (16 KB) are widened at a time.
 
 template <typename W> struct Scale {
     typename Like<W>::Number factor, offset;
@@ -157,7 +156,7 @@ template <typename W> struct Scale {
 
 template <int I, int U, int W, int H, int B = 0> struct Blocks {
     static constexpr bool IS_BLOCKS = true, HAS_OFFSET = false;
-    static constexpr int CHUNK = 64, INPUTS = I, UNIT = U, UNITS = I / U, BYTES = TILE * (4 * W + 2 * H + B), FEW = 5;
+    static constexpr int CHUNK = 64, INPUTS = I, UNIT = U, UNITS = I / U, BYTES = TILE * (4 * W + 2 * H + B);
     template <typename T> static ALWAYS_INLINE T word(const char* block, int which, int place) {
         return words<T>(block + 4 * TILE * which + sizeof(T) * place);
     }
@@ -217,7 +216,7 @@ struct Q4_1Blocks : Halved<2> {
 template <int W> struct Packed6 : Blocks<256, 32, W, 2> {
     typedef Blocks<256, 32, W, 2> Base;
     static constexpr bool HAS_OFFSET = true;
-    static constexpr int FEW = 2, CENTER = 0;
+    static constexpr int CENTER = 0;
     template <typename T = w16> static ALWAYS_INLINE Scale<T> scale(const char* block, int unit, int place) {
         typedef typename Like<T>::Whole Whole;
         const int shift = 8 * (unit & 3);

@@ -135,13 +135,6 @@ constexpr int MANY = 6;
 template <int R> constexpr int parts_of_rows() { return 1; }
 #endif
 
-// Parts of a tile in blocks that are summed at a time, so that their sums, scales and offsets stay in registers.
-#if defined(__AVX512F__)
-template <int R> constexpr int parts_at_once() { return R <= 4 ? PARTS : 2; }
-#else
-template <int R> constexpr int parts_at_once() { return R == 1 ? 2 : 1; }
-#endif
-
 template <int BYTES> inline void fetch(const char* from) {
 #pragma GCC unroll 32
     for (int at = 0; at < BYTES; at += 64) __builtin_prefetch(from + at);
@@ -173,66 +166,6 @@ void plain_rows(const float* x, size_t stride, const char* w, int num_in, v16 (*
     if (k < num_in) group(k, num_in - k);
     for (int r = 0; r < R; ++r)
         for (int c = 0; c < PARTS; ++c) sum[r][c] = acc[r][c];
-}
-
-// Adds the products of a unit's inputs to the sums of R rows and P parts of a tile. Unrolled just enough to make shifts
-// compile-time constants: a whole block would not fit in the cache of decoded instructions.
-template <typename T, int R, int P>
-__attribute__((always_inline)) inline void block_unit(const float* x, size_t stride, const char* w, int unit, int part,
-                                                      const char* ahead, v16 (*acc)[P]) {
-    constexpr int FOURS = T::UNIT / 4;
-    constexpr int STEP = T::BYTES / (T::UNITS * FOURS * (PARTS / P));  // bytes to prefetch per four inputs
-    Scale<w16> scale[P];
-    for (int c = 0; c < P; ++c) scale[c] = T::scale(w, unit, part + c);
-#pragma GCC unroll 2
-    for (int half = 0; half < FOURS; half += 4) {
-        for (int i = 0; i < 4; ++i, ahead += STEP) {
-            const int four = half | i;
-            fetch<STEP>(ahead);
-            w16 bits[P];
-            for (int c = 0; c < P; ++c) bits[c] = T::bits(w, unit, four, part + c);
-#pragma GCC unroll 4
-            for (int j = 0; j < 4; ++j) {
-#pragma GCC unroll 4
-                for (int c = 0; c < P; ++c) {
-                    const v16 weight = T::weight(bits[c], j, scale[c]);
-#pragma GCC unroll 8
-                    for (int r = 0; r < R; ++r) acc[r][c] += spread_from(x + r * stride + 4 * four + j) * weight;
-                }
-            }
-        }
-    }
-}
-
-template <typename T, int R>
-void block_rows(const float* x, size_t stride, const char* w, int num_in, v16 (*sum)[PARTS]) {
-    constexpr int P = parts_at_once<R>(), PAIR = std::min(2, T::UNITS);
-    constexpr bool AT_ONCE = P == PARTS;
-    v16 acc[R][P];
-    const auto read = [&](int part) {
-        for (int r = 0; r < R; ++r)
-            for (int c = 0; c < P; ++c) acc[r][c] = sum[r][part + c];
-    };
-    const auto write = [&](int part) {
-        for (int r = 0; r < R; ++r)
-            for (int c = 0; c < P; ++c) sum[r][part + c] = acc[r][c];
-    };
-    const char* ahead = w + AHEAD;
-    if (AT_ONCE) read(0);
-    for (int k = 0; k < num_in; k += T::INPUTS, w += T::BYTES) {
-        for (int first = 0; first < T::UNITS; first += PAIR) {
-#pragma GCC unroll 2
-            for (int odd = 0; odd < PAIR; ++odd) {
-                const int unit = first | odd;
-                for (int part = 0; part < PARTS; part += P, ahead += T::BYTES / T::UNITS / (PARTS / P)) {
-                    if (!AT_ONCE) read(part);
-                    block_unit<T, R, P>(x + k + unit * T::UNIT, stride, w, unit, part, ahead, acc);
-                    if (!AT_ONCE) write(part);
-                }
-            }
-        }
-    }
-    if (AT_ONCE) write(0);
 }
 
 // Widens the inputs of a tile from `from` on to float32: (count, 64).
@@ -331,47 +264,27 @@ void some_rows(int num, const float* x, size_t stride, const char* w, int count,
 
 thread_local Scratch widened_weights;
 
-template <typename T, int R>
-inline void rows_of(const float* x, size_t stride, const char* w, int num_in, v16 (*sums)[PARTS]) {
-    if constexpr (T::IS_BLOCKS) block_rows<T, R>(x, stride, w, num_in, sums);
-    else plain_rows<T, R>(x, stride, w, num_in, sums);
-}
-
-#if !defined(__AVX512F__)
-// Not inlined: with several of them in one function, GCC runs out of registers, and two rows take 1.7 times as long.
-template <typename T, int R>
-__attribute__((noinline)) void rows_alone(const float* x, size_t stride, const char* w, int num_in, v16 (*sums)[PARTS]) {
-    rows_of<T, R>(x, stride, w, num_in, sums);
-}
-
-// The same for 1 to T::FEW rows.
-template <typename T, int R = 1>
-inline void few_rows(int num, const float* x, size_t stride, const char* w, int num_in, v16 (*sums)[PARTS]) {
-    if constexpr (R <= T::FEW) {
-        if (num == R) return rows_alone<T, R>(x, stride, w, num_in, sums);
-        few_rows<T, R + 1>(num, x, stride, w, num_in, sums);
-    }
-}
-#endif
-
-// A tile times all rows. Few rows are summed in registers over all inputs. More rows share a chunk of the tile, widened once
-// for all of them if that takes work, and prefetch the next one, so that memory and arithmetic overlap.
+// A tile times all rows. Few rows of plain numbers are summed in registers over all inputs. Others share a chunk of the tile,
+// widened once for all of them if that takes work, and prefetch the next one, so that memory and arithmetic overlap.
 template <typename T>
 void row_sums(const float* x, size_t stride, const char* w, int num_in, int count, v16 (*sums)[PARTS]) {
     memset(static_cast<void*>(sums), 0, sizeof(sums[0]) * count);
 #if defined(__AVX512F__)
     constexpr bool AS_IS = !T::IS_BLOCKS;
-    switch (count) {
-        case 1: return rows_of<T, 1>(x, stride, w, num_in, sums);
-        case 2: return rows_of<T, 2>(x, stride, w, num_in, sums);
-        case 3: return rows_of<T, 3>(x, stride, w, num_in, sums);
-        case 4: return rows_of<T, 4>(x, stride, w, num_in, sums);
-        case 5: return rows_of<T, 5>(x, stride, w, num_in, sums);
-        case 6: return rows_of<T, 6>(x, stride, w, num_in, sums);
+    if constexpr (AS_IS) {
+        switch (count) {
+            case 1: return plain_rows<T, 1>(x, stride, w, num_in, sums);
+            case 2: return plain_rows<T, 2>(x, stride, w, num_in, sums);
+            case 3: return plain_rows<T, 3>(x, stride, w, num_in, sums);
+            case 4: return plain_rows<T, 4>(x, stride, w, num_in, sums);
+            case 5: return plain_rows<T, 5>(x, stride, w, num_in, sums);
+            case 6: return plain_rows<T, 6>(x, stride, w, num_in, sums);
+        }
     }
 #else
     constexpr bool AS_IS = std::is_same_v<T, Float32>;
-    if (count <= T::FEW) return few_rows<T>(count, x, stride, w, num_in, sums);
+    if constexpr (!AS_IS && !T::IS_BLOCKS)
+        if (count == 1) return plain_rows<T, 1>(x, stride, w, num_in, sums);
 #endif
     typedef std::conditional_t<AS_IS, T, Float32> Kind;
     const int most = count > MANY && std::is_same_v<Kind, Float32> ? std::min(MANY, 6) : MANY;
