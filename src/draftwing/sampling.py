@@ -102,16 +102,19 @@ def penalised_on_host(scores: Tensor, tree: DraftTree, history: History, by: Pen
         before = {int(token): float(count) for token, count in zip(ids, written, strict=True)}
         root_counts = lengths[row] >= prompts[row]
         paths: list[list[int]] = []
+        nodes, path_ids, counts = list[int](), list[int](), list[float]()
         for node, (token, above) in enumerate(zip(tokens[row], parents[row], strict=True)):
             paths.append([*(paths[above] if above >= 0 else []), *([node] if token >= 0 else [])])
             on_path: dict[int, float] = {}
             for step in paths[-1]:
                 token = tokens[row][step]
                 on_path[token] = on_path.get(token, before.get(token, 0.0)) + (step > 0 or root_counts)
-            path_ids, node_scores = np.array(list(on_path), dtype=np.int64), whole[row, node]
-            changed = change(node_scores[path_ids], np.array(list(on_path.values()), dtype=dtype))
-            node_scores[ids] = change(node_scores[ids], written)
-            node_scores[path_ids] = changed
+            nodes += [node] * len(on_path)
+            path_ids += on_path
+            counts += on_path.values()
+        changed = change(whole[row, nodes, path_ids], np.array(counts, dtype=dtype))
+        whole[row][:, ids] = change(whole[row][:, ids], written)
+        whole[row, nodes, path_ids] = changed
     return torch.from_numpy(whole)
 
 
