@@ -13,8 +13,8 @@ from draftwing.train.options import TrainOptions
 from draftwing.train.session import RunFiles, prepare
 
 data = sys.argv[1] if len(sys.argv) > 1 else Path(json.__file__).parent
-sizes = {"iterations": 40, "tokens_per_batch": 512, "max_length": 128}
-options = TrainOptions("eagle1", **sizes, eval_every=20, eval_prompts=2, precision="no")
+sizes = {"iterations": 24, "tokens_per_batch": 512, "max_length": 128}
+options = TrainOptions("eagle1", **sizes, eval_every=12, eval_prompts=2, precision="no")
 prompts = ["def area(", "class Stack:\n", "import os\n"]
 
 with tempfile.TemporaryDirectory() as folder:

@@ -925,7 +925,7 @@ DISTRIBUTIONS = (
 )
 def test_the_distribution_of_the_text_through_the_decoder(rule, drafter, lab):
     """Chi-square of the first two tokens over many seeds: the q that a drafter hands over is the one it drew from."""
-    here, num_seeds = lab("llama" if rule in ("block", "speculative") else OURS[0]), 500
+    here, num_seeds = lab("llama" if rule in ("block", "speculative") else OURS[0]), 300
     settings = {"temperature": 1.0, "top_k": 3, "max_tokens": 3, "ignore_eos": True}
     prompt = list(here.plain("t1", 1)[:3])  # of a text that the head was trained on: it is right now and then
     requests = [(prompt, Sampling(seed=seed, **settings)) for seed in range(num_seeds)]

@@ -68,7 +68,7 @@ DRAFTERS = {
 
 
 FACTORS = {"family": FAMILIES, "kind": tuple(SAMPLINGS), "dtype": (torch.float32, torch.bfloat16)}
-CHOSEN = cover(FACTORS, groups_of(FACTORS, 2))
+CHOSEN = cover(FACTORS | {"family": ("llama-bias-tied", "mixtral")}, groups_of(FACTORS, 2))
 
 
 @in_pytorch
