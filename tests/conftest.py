@@ -281,6 +281,7 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+
 def kernel_size(family: str) -> dict[str, int]:
     """The sizes that let the CPU kernel run one of the ``FURTHER`` families: heads of 32 channels, or of 64 and 32."""
     if "kv_lora_rank" in FURTHER[family][1]:
