@@ -230,9 +230,10 @@ def _halved_pairs(config: ModelConfig) -> Tensor | None:
     return torch.cat([heads.flatten(), torch.arange(heads.numel(), end)])
 
 
-def read_layer(reader: Reader, config: ModelConfig, index: int) -> DecoderLayer:
-    """Read layer ``index`` of a folder."""
-    base, hidden, dim, moe = f"model.layers.{index}.", config.hidden_size, config.head_dim, config.moe
+def read_layer(reader: Reader, config: ModelConfig, index: int, base: str | None = None) -> DecoderLayer:
+    """Read layer ``index`` of a folder, or another one like it, whose tensors' names begin with ``base``."""
+    base = f"model.layers.{index}." if base is None else base
+    hidden, dim, moe = config.hidden_size, config.head_dim, config.moe
     query_dim, kv_dim = config.num_heads * dim, config.num_kv_heads * dim
     family, names = config.family, config.family.names
     qkv: Linear | LatentProjection

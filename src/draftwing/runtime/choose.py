@@ -16,6 +16,11 @@ _DIM = 32  # channels of a head that the kernel processes at a time
 _DELTA_DIM = 16  # the same in recurrent layers
 
 
+def can_trace(latent: LatentConfig | None) -> bool:
+    """True if the CPU kernel runs this latent attention, or there is none."""
+    return latent is None or latent.value_dim % _DIM == 0
+
+
 def runtime_for(
     dtype: torch.dtype,
     device: torch.device,
@@ -47,7 +52,7 @@ def runtime_for(
     widths = () if delta is None else (delta.key_dim, delta.value_dim)
     is_supported = dtype == torch.float32 or (may_round and dtype == torch.bfloat16)
     is_supported &= all(width % _DELTA_DIM == 0 for width in widths)
-    is_supported &= latent is None or latent.value_dim % _DIM == 0
+    is_supported &= can_trace(latent)
     is_supported &= device.type == "cpu" and is_traceable and activation in ACTIVATIONS
     kernel = get_kernel() if prepack and is_supported and head_dim % _DIM == 0 and head_dim <= 1024 else None
     if kernel is not None:
