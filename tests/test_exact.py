@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import conftest
-from conftest import FURTHER, LATENT, SMALL, TEXTS, add_tokenizer, build, kernel_size, refused
+from conftest import FURTHER, SMALL, TEXTS, add_tokenizer, build, kernel_size, refused
 from draftwing.accept import RULES, get_rule
 from draftwing.cpu.library import get_kernel
 from draftwing.decode import Decoder
@@ -745,7 +745,7 @@ def test_text_of_further_families(family, folder_of):
     """Trees of any shape, in a ragged batch, in PyTorch and in one of the kernel's arithmetics."""
     number, folder = list(FURTHER).index(family), folder_of(family, **kernel_size(family))
     chosen = [{"dtype": torch.float64}]
-    if family not in LATENT and get_kernel() is not None:
+    if get_kernel() is not None:
         chosen.append(IN_KERNEL[number % len(IN_KERNEL)])
     kind = tuple(SAMPLINGS)[number % len(SAMPLINGS)]
     for options in chosen:

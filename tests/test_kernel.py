@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from conftest import FURTHER, LATENT, build, kernel_size, refused
+from conftest import FURTHER, build, kernel_size, refused
 from draftwing.accept import _along, _walk, match, match_logits
 from draftwing.cpu.library import get_kernel, kernel_problem
 from draftwing.cpu.noise import NativeNoise
@@ -49,7 +49,7 @@ FAMILIES = {
         },
     ),
 }
-FAMILIES |= {name: (name, kernel_size(name)) for name in FURTHER if name not in LATENT}
+FAMILIES |= {name: (name, kernel_size(name)) for name in FURTHER}
 FAMILIES["qwen3-next-dense"] = ("qwen3-next", {"head_dim": 32, "num_experts": 0})
 PARENTS = [-1, 0, 0, 1, 1, 2, 5, 3, -1]
 
@@ -577,7 +577,7 @@ def test_a_forked_child_computes_alone(folder_of):
 
 def test_what_the_kernel_does_not_run_runs_in_pytorch(folder_of):
     for family, changes, dtype in (
-        ("deepseek-v3", {}, torch.float32),  # latent attention
+        ("deepseek-v3", {}, torch.float32),  # heads of 24, and values of 12
         ("llama", {}, torch.float32),  # heads of 8
         ("llama", {"head_dim": 32}, torch.float64),
         ("llama", {"head_dim": 32}, torch.float16),

@@ -198,7 +198,7 @@ std::vector<float> committed_slots(const Batch& batch, int heads, int words) {
 }
 
 // Trees over committed slots, in 32 and 8 bits, with and without a window, a view, pages. With six heads, scores are capped,
-// with a sink each, and results gated.
+// with a sink each, and results gated. With two heads of 96 channels, values are narrower than keys, which share channels.
 void tell_attention() {
     const int64_t lengths[ROWS] = {LENGTH, 37}, none[ROWS] = {0, 0};
     std::vector<int64_t> chain(ROWS * LENGTH);
@@ -212,17 +212,18 @@ void tell_attention() {
                 for (const int window : {0, 20})
                     for (const int how : {0, 1, 2}) {
                         const int width = (heads + 2 * 2 + (heads > 2 ? heads : 0)) * dim, half = dim / 2 - 4;
-                        std::vector<float> qkv = numbers(ROWS * NODES * width), out(ROWS * NODES * heads * dim), cache;
+                        const int value_dim = heads == 2 && dim == 96 ? 64 : dim;
+                        std::vector<float> qkv = numbers(ROWS * NODES * width), out(ROWS * NODES * heads * value_dim), cache;
                         std::vector<float> prompt = numbers(ROWS * LENGTH * width);
                         const std::vector<float> rotation = numbers((LENGTH + NODES) * 2 * half), norm = numbers(dim), sinks = numbers(heads);
                         Op op{};
                         op.kind = ATTEND, op.target = 1, op.scale = 0.7f, op.num_heads = heads, op.num_kv_heads = 2;
-                        op.head_dim = dim, op.window = window, op.q_norm = op.k_norm = norm.data(), op.eps = 1e-6f;
+                        op.head_dim = dim, op.value_dim = value_dim, op.shared_dim = value_dim < dim ? 20 : 0, op.window = window, op.q_norm = op.k_norm = norm.data(), op.eps = 1e-6f;
                         if (heads > 2) op.cap = 3.0f, op.sinks = sinks.data(), op.is_gated = 1;
                         Batch batch = tree_batch(lengths, cache, 2, dim, narrow, how == 2);
                         batch.rotary_half = half, batch.rotation = rotation.data();
                         batch.buffers[0] = prompt.data(), batch.widths[0] = width;
-                        batch.buffers[1] = out.data(), batch.widths[1] = heads * dim;
+                        batch.buffers[1] = out.data(), batch.widths[1] = heads * value_dim;
                         Batch written = batch;
                         written.nodes = written.tree_nodes = LENGTH, written.parents = chain.data(), written.lengths = none;
                         for (int i = 0; i < 2 * ROWS; ++i) write_slots(op, written, i / 2, i % 2);
@@ -378,7 +379,7 @@ void tell_drafts() {
     ops[0].kind = EMBED, ops[0].num_out = HIDDEN, put_weight(ops[0], embedding);
     ops[1].kind = LINEAR, ops[1].target = 1, ops[1].num_in = HIDDEN, ops[1].num_out = 4 * DIM, put_weight(ops[1], qkv);
     ops[2].kind = ATTEND, ops[2].source = 1, ops[2].target = 2, ops[2].scale = 0.2f, ops[2].num_heads = 2;
-    ops[2].num_kv_heads = 1, ops[2].head_dim = DIM;
+    ops[2].num_kv_heads = 1, ops[2].head_dim = ops[2].value_dim = DIM;
     ops[3].kind = LINEAR, ops[3].source = 2, ops[3].num_in = 2 * DIM, ops[3].num_out = HIDDEN, ops[3].epilogue = ADD;
     put_weight(ops[3], out);
     ops[4].kind = LINEAR, ops[4].target = 3, ops[4].num_in = HIDDEN, ops[4].num_out = VOCAB, ops[4].norm = norm.data();

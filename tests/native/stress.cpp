@@ -49,7 +49,7 @@ struct World {
         embed.kind = EMBED, embed.target = 0, embed.num_out = HIDDEN, embed.weight = numbers(VOCAB * HIDDEN);
         Op attend{};
         attend.kind = ATTEND, attend.source = 1, attend.target = 2, attend.scale = 0.2f;
-        attend.num_heads = HEADS, attend.num_kv_heads = 1, attend.head_dim = DIM;
+        attend.num_heads = HEADS, attend.num_kv_heads = 1, attend.head_dim = attend.value_dim = DIM;
         ops = {embed, linear(0, 1, true), attend, linear(2, 0, false), linear(0, 3, true)};
         ops[3].epilogue = ADD;
     }

@@ -29,7 +29,10 @@ class Op(ctypes.Structure):
             for name in ("format", "num_heads", "num_kv_heads", "head_dim", "layer", "window", "first", "row_form")
         ),
         *((name, ctypes.c_int32) for name in ("is_gated", "centers", "norms_rotated")),
-        *((name, ctypes.c_int32) for name in ("rotation_first", "rotation_pairs", "query_scale")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("rotation_first", "rotation_pairs", "value_dim", "shared_dim", "query_scale")
+        ),
         *((name, ctypes.c_int32) for name in ("routes", "num_experts", "num_chosen", "gathers", "scores")),
         *((name, ctypes.c_int32) for name in ("normalises", "num_groups", "num_kept_groups", "sums_two")),
         *((name, ctypes.c_float) for name in ("eps", "scale", "cap")),

@@ -281,6 +281,7 @@ class Traced:
         *,
         activation: str | None = None,
         spread: tuple[Tensor, int] | None = None,
+        into: tuple[Traced, int] | None = None,
         scale: float = 1.0,
         cap: float = 0.0,
     ) -> Traced:
@@ -289,6 +290,7 @@ class Traced:
         Args:
             packed: the matrix, or matrices whose outputs are concatenated.
             scale, cap: see ``Linear``.
+            into: a value to write the result into, and its first column.
             spread: (num_out,) int64 the column of (R, width) for each output, and the width; other columns stay.
         """
         parts = (packed,) if isinstance(packed, Packed) else packed
@@ -300,11 +302,14 @@ class Traced:
         source._check()
         program, width = self.program, sum(part.num_out for part in parts) if spread is None else spread[1]
         epilogue = ACTIVATIONS[activation] if activation is not None else _STORE if residual is None else _ADD
-        out = Traced(program, program.scratch(width), width) if residual is None else residual._overwritten()
+        if into is not None:
+            out, column = into
+        else:
+            out = Traced(program, program.scratch(width), width) if residual is None else residual._overwritten()
+            column = 0
         # Only what is used: an operation's other fields are 0.
         fields = {} if source.norm is None else _norm_fields(source.norm)
         fields |= ({"scale": scale} if scale != 1 else {}) | ({"cap": cap} if cap else {})
-        column = 0
         for part in parts:
             places = None if spread is None else spread[0][column : column + part.num_out]
             program.add(
@@ -427,8 +432,13 @@ class TracedAttention:
         self._num_recurrent = 0  # layers so far
 
     def __call__(self, layer: int, qkv: Traced, heads: Heads) -> Traced:
-        """(R, (heads + 2 * KV heads) * D) -> (R, heads * D)."""
-        program, width, traits = qkv.program, heads.num_heads * heads.head_dim, heads.traits
+        """(R, (heads + 2 * KV heads) * D) -> (R, heads * D).
+
+        If heads share the first channels of their keys, these are one for all and come last.
+        """
+        program, traits = qkv.program, heads.traits
+        value_dim = traits.value_dim or heads.head_dim
+        width = heads.num_heads * value_dim
         if heads.mixer is not None:
             width = heads.mixer.out_width
         out = Traced(program, program.scratch(width), width)
@@ -457,6 +467,8 @@ class TracedAttention:
             fields |= {"rotation_first": traits.rotation[0], "rotation_pairs": traits.rotation[1] or -1}
         if traits.query_scale is not None:
             fields["query_scale"] = traits.query_scale + 1
+        if traits.shared_dim:
+            fields["shared_dim"] = traits.shared_dim
         if traits.sinks is not None:
             fields["sinks"] = traits.sinks.float()
         if traits.is_gated:
@@ -464,7 +476,8 @@ class TracedAttention:
         program.add(
             out.buffer, qkv.settled().buffer, kind=_ATTEND, layer=layer, window=self._windows[layer] or 0,
             scale=heads.head_dim**-0.5 if traits.scale is None else traits.scale, cap=traits.cap,
-            num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim, **fields,
+            num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim, value_dim=value_dim,
+            **fields,
         )  # fmt: skip
         return out
 

@@ -35,16 +35,19 @@ from draftwing.formats.gguf_weights import open_weights
 from draftwing.formats.identity import head_id
 from draftwing.methods.base import Drafter
 from draftwing.methods.method import NetMethod, NewDrafter, NewNet, Source, integer_option
-from draftwing.methods.net import LAYER_FIELDS, DraftNet, PlainConfig, Scored, TargetId, layer_names
+from draftwing.methods.net import LAYER_FIELDS, DraftNet, PlainConfig, Scored, TargetId
 from draftwing.methods.net_drafter import EagleDrafter
 from draftwing.methods.objectives import DraftLoss, StepGuesses, StepSums, TruthLike
 from draftwing.models.attention import Attend, CausalAttention
 from draftwing.models.config import Activation, ModelConfig, MtpNames, architecture_of, module_names, read_config
 from draftwing.models.context import Context, Row, TargetOutput
-from draftwing.models.layers import DecoderLayer, RMSNorm, concat
-from draftwing.models.linear import Embedding, Linear
+from draftwing.models.layers import DecoderLayer, Norm, concat
+from draftwing.models.lean import Reader, read_layer, read_norm, rotary_of
+from draftwing.models.linear import Embedding, Layout, Linear
+from draftwing.models.rope import LayeredRotary, Rotary
 from draftwing.models.target import Target
-from draftwing.models.weights import Weights, check_finite
+from draftwing.models.weights import Weights
+from draftwing.runtime.choose import can_trace
 from draftwing.runtime.forward import Entries, NetShape
 from draftwing.runtime.tree_builder import Drafted, DraftRequest, VerifyRequest
 from draftwing.torch_utils import inference, on_device
@@ -77,9 +80,7 @@ class MtpConfig(PlainConfig):
 class MtpModule(nn.Module):
     """One module: the norms of its two inputs, their join (H, 2 H) with tokens first, a decoder layer, and a norm."""
 
-    def __init__(
-        self, token_norm: RMSNorm, state_norm: RMSNorm, join: Linear, block: DecoderLayer, norm: RMSNorm
-    ) -> None:
+    def __init__(self, token_norm: Norm, state_norm: Norm, join: Linear, block: DecoderLayer, norm: Norm) -> None:
         super().__init__()
         self.token_norm, self.state_norm, self.join, self.block, self.norm = token_norm, state_norm, join, block, norm
 
@@ -92,14 +93,23 @@ class MtpModule(nn.Module):
 class MtpNet(DraftNet):
     """A chain of modules over the target's embedding and LM head. Its first arguments are ``DraftNet``'s.
 
-    ``chain`` are the modules, else new ones. ``forward`` runs the first, on its own states after its first step.
+    ``chain`` are the modules, with decoder layers of the target ``like``, else new ones with Llama's. ``forward`` runs
+    the first, on its own states after its first step.
     """
 
     kind = "mtp"
     config: MtpConfig
 
-    def __init__(self, config: MtpConfig, *parts: Any, chain: Sequence[MtpModule] = (), **options: Any) -> None:
+    def __init__(
+        self,
+        config: MtpConfig,
+        *parts: Any,
+        chain: Sequence[MtpModule] = (),
+        like: ModelConfig | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(config, *parts, **options)
+        self._like = like
         if not self._target_head:
             raise ConfigError("an MTP net reads the target's LM head: give it")
         self.chain, hidden = nn.ModuleList(chain), config.hidden_size
@@ -113,7 +123,19 @@ class MtpNet(DraftNet):
 
     @property
     def shape(self) -> NetShape:
-        return self.attention_shape((self.config.window,))
+        heads = self.modules_in_order[0].block
+        return replace(
+            self.attention_shape((self.config.window,)),
+            head_dim=heads.head_dim,
+            has_plain_heads=heads.traits.is_plain,
+        )
+
+    @property
+    def is_traceable(self) -> bool:
+        return can_trace(None if self._like is None else self._like.latent)
+
+    def new_rotary(self) -> Rotary | LayeredRotary:
+        return super().new_rotary() if self._like is None else rotary_of(self._like, self.dtype, self.device)
 
     @property
     def num_levels(self) -> int:
@@ -133,7 +155,9 @@ class MtpNet(DraftNet):
         if count == len(self.chain):
             return self
         config, chain = replace(self.config, num_modules=count), self.modules_in_order[first : first + count]
-        part = MtpNet(config, self.embedding, self._target_head[0], self.target_ids, self._new_dtype, chain=chain)
+        part = MtpNet(
+            config, self.embedding, self._target_head[0], self.target_ids, self._new_dtype, chain=chain, like=self._like
+        )
         part.runs = self.runs
         return part
 
@@ -204,48 +228,58 @@ def read_modules(
                 f"{folder}: this checkpoint of {architecture_of(config)} has no MTP modules: {_ADVICE}, or give the "
                 f"folder of an MTP head"
             )
-        refusal = UnsupportedError(
-            f"{folder}: the MTP modules of {architecture_of(config)} cannot be run, because Draftwing lacks that "
-            f"architecture's decoder layers for drafts: {_ADVICE}"
-        )
         try:
             like = ModelConfig.from_hf(dict(config), where)
         except UnsupportedError as error:
-            raise refusal from error
-        if not like.family.has_llama_layers:
-            raise refusal
-        window, size = like.sliding_windows[-1], names.num_modules
-        shape = MtpConfig.for_target(like, (like.num_layers,), num_modules=size, window=window, target=target)
-        net = MtpNet(shape, embedding, target_head, None, dtype)
-        sources = {}
-        for name in net.named_tensors():  # such as chain.0.block.mlp.down.weight
-            _, module, path = name.split(".", 2)
-            place, kind = path.rsplit(".", 1)
-            base, stacked = names.base_of(int(module)), [getattr(names, place, "")]
-            if place.startswith("block."):
-                base = names.block_of(int(module))
-                stacked = layer_names(like.model_type)[place.removeprefix("block.")]
-            sources[name] = [f"{base}{part}.{kind}" for part in stacked]
-        _check_modules(config, names, {part for parts in sources.values() for part in parts}, files)
-        tensors = {}
-        for name, parts in sources.items():
-            stored = [files.get(part, net.dtype) for part in parts]
-            for part, tensor in zip(parts, stored, strict=True):
-                check_finite(part, tensor)
-            tensors[name] = torch.cat(stored) if len(stored) > 1 else stored[0]
-            if names.states_first and name.endswith(".join.weight"):
-                states, tokens = tensors[name].chunk(2, 1)
-                tensors[name] = torch.cat([tokens, states], 1)
-    return net.load_tensors(tensors, str(folder))
+            raise UnsupportedError(
+                f"{folder}: the MTP modules of {architecture_of(config)} cannot be run, because Draftwing lacks that "
+                f"architecture's decoder layers for drafts: {_ADVICE}"
+            ) from error
+        reader = Reader(files, dtype, embedding.device, Layout())
+        layer = _similar_layer(like, names, files)
+        chain = [_read_module(reader, like, names, module, layer) for module in range(names.num_modules)]
+        _check_modules(config, names, reader.used, files)
+    # With latent attention, heads are wider than their rotation: see ``MtpNet.shape``.
+    shape = MtpConfig.for_target(
+        like, (like.num_layers,), num_modules=len(chain), window=like.sliding_windows[layer],
+        head_dim=like.rope.head_dim, target=target,
+    )  # fmt: skip
+    return MtpNet(shape, embedding, target_head, None, dtype, chain=chain, like=like)
+
+
+def _similar_layer(like: ModelConfig, names: MtpNames, files: Weights) -> int:
+    """The last of the target's layers that has attention, and experts if the modules have them."""
+    experts, moe = like.family.experts, like.moe
+    has_experts = experts is not None and f"{names.block_of(0)}{experts.router}.weight" in files
+    for layer in reversed(range(like.num_layers)):
+        is_mixed = any(kinds[layer] for kinds in (like.recurs, like.convolves) if kinds)
+        if not is_mixed and has_experts == (moe is not None and moe.sparse_layers[layer]):
+            return layer
+    raise UnsupportedError(
+        f"{files.folder}: an MTP module of {like.family.architecture} is like none of the target's layers: {_ADVICE}"
+    )
+
+
+def _read_module(reader: Reader, like: ModelConfig, names: MtpNames, module: int, layer: int) -> MtpModule:
+    """Read a module, whose decoder layer is like the target's ``layer``."""
+    base, hidden = names.base_of(module), like.hidden_size
+    token_norm, state_norm, norm = (
+        read_norm(reader, like, base + name, hidden) for name in (names.token_norm, names.state_norm, names.norm)
+    )
+    join = reader.tensor(f"{base}{names.join}.weight", hidden, 2 * hidden)
+    if names.states_first:
+        join = torch.cat([join[:, hidden:], join[:, :hidden]], 1)
+    block = read_layer(reader, like, layer, names.block_of(module))
+    return MtpModule(token_norm, state_norm, Linear(join), block, norm)
 
 
 def _check_modules(config: Mapping[str, Any], names: MtpNames, used: set[str], files: Weights) -> None:
-    """Raise UnsupportedError if a module is no dense decoder layer, or has another embedding or LM head."""
+    """Raise UnsupportedError if a module has more than a decoder layer, or another embedding or LM head."""
     for name in files.unused(used):
         if names.owns(name) and not name.endswith((*_COPIES, "rotary_emb.inv_freq")):
             raise UnsupportedError(
-                f"{files.folder}: an MTP module of {architecture_of(config)} has {name!r}, which Draftwing's dense "
-                f"decoder layers do not have: {_ADVICE}"
+                f"{files.folder}: an MTP module of {architecture_of(config)} has {name!r}, which no decoder "
+                f"layer of the target has: {_ADVICE}"
             )
     for module in range(names.num_modules):
         for name, originals in _COPIES.items():

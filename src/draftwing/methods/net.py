@@ -21,9 +21,9 @@ from draftwing.methods.calibration import Calibration
 from draftwing.models.attention import Attend
 from draftwing.models.config import ModelConfig, RopeConfig
 from draftwing.models.families import FAMILIES
-from draftwing.models.layers import DecoderLayer, GatedMLP, RMSNorm
+from draftwing.models.layers import DecoderLayer, Experts, GatedMLP, RMSNorm, SharedExpert
 from draftwing.models.linear import Embedding, Layout, Linear, has_exact_int8
-from draftwing.models.rope import Rotary
+from draftwing.models.rope import LayeredRotary, Rotary
 from draftwing.runtime.choose import runtime_for
 from draftwing.runtime.forward import NetShape, Runtime, TorchRuntime
 
@@ -149,7 +149,7 @@ class DraftNet(nn.Module, ABC):
         # In a list, so that the target's head is not a parameter of this module.
         self._target_head = [] if target_head is None else [target_head]
         self.runs = cast(Runtime, TorchRuntime())
-        self._rotary: tuple[tuple[torch.dtype, torch.device], Rotary] | None = None
+        self._rotary: tuple[tuple[torch.dtype, torch.device], Rotary | LayeredRotary] | None = None
 
     def new_matrix(self, num_out: int, num_in: int, *, bias: bool = False) -> Linear:
         """Return a new random matrix; a bias starts at zero."""
@@ -264,11 +264,15 @@ class DraftNet(nn.Module, ABC):
         return self.embedding.device
 
     @property
-    def rotary(self) -> Rotary:
+    def rotary(self) -> Rotary | LayeredRotary:
         key = self.dtype, self.device
         if self._rotary is None or self._rotary[0] != key:  # the net was moved
-            self._rotary = key, Rotary(self.config.rope, *key)
+            self._rotary = key, self.new_rotary()
         return self._rotary[1]
+
+    def new_rotary(self) -> Rotary | LayeredRotary:
+        """Return the rotation of its positions, in its dtype and on its device."""
+        return Rotary(self.config.rope, self.dtype, self.device)
 
     @property
     def is_traceable(self) -> bool:
@@ -285,8 +289,9 @@ class DraftNet(nn.Module, ABC):
         mlps = [module for module in self.modules() if isinstance(module, GatedMLP)]
         activation, head_dim = mlps[0].activation_name if mlps else "silu", self.shape.head_dim
         runtime, layout = runtime_for(
-            self.dtype, self.device, head_dim, activation, is_traceable=self.is_traceable, quantize=quantize, fast=fast
-        )
+            self.dtype, self.device, head_dim, activation, is_traceable=self.is_traceable,
+            is_dense=not any(isinstance(module, Experts) for module in self.modules()), quantize=quantize, fast=fast,
+        )  # fmt: skip
         num_weights = sum(module.weight.numel() for module in self.modules() if isinstance(module, Linear))
         if fast and layout == Layout("kernel", "int8") and num_weights > MAX_CACHED:
             layout = replace(layout, quantize="q4")
@@ -299,10 +304,14 @@ class DraftNet(nn.Module, ABC):
         if layout.runs != "kernel" and not has_exact_int8():
             layout = replace(layout, quantize=None)  # AVX2 only: exact 8-bit products are slower there
         gates = [mlp.gate_up for mlp in mlps]
+        exact = [module.router for module in self.modules() if isinstance(module, Experts)]
+        exact += [module.gate for module in self.modules() if isinstance(module, SharedExpert) and module.gate]
         self.embedding.lay_out(layout)
         for module in self.modules():
             if isinstance(module, Linear):
-                module.lay_out(layout, gated=any(module is gate for gate in gates))
+                is_exact = any(module is router for router in exact)
+                own = replace(layout, quantize=None) if is_exact else layout
+                module.lay_out(own, gated=any(module is gate for gate in gates))
         self.runs = runtime
         return self
 

@@ -44,6 +44,8 @@ class HeadTraits:
     query_scale: int | None = None  # the rotation factor whose real part multiplies queries
     norms_rotated: bool = False  # queries and keys are normed after their rotation
     sinks: Tensor | None = None  # (heads,) a further score of each query head, of no value
+    value_dim: int | None = None  # width of values, if smaller than that of keys
+    shared_dim: int = 0  # first channels of keys, which all heads share
     is_gated: bool = False  # columns after the values, one for each of the result, are its gates
 
     @property

@@ -177,17 +177,6 @@ class Family:
     refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     @property
-    def has_llama_layers(self) -> bool:
-        """True if decoder layers are like Llama's, but for biases, norms of each head, and how matrices are stacked."""
-        plain = replace(
-            self, names=replace(LayerNames(), qkv=self.names.qkv, gate_up=self.names.gate_up),
-            norm="rms", norm_offset=0.0, scale=None, is_latent=False, score_cap=None, is_interleaved=False, rope={},
-            conv_size=None, delta=None, rotates="all", local_theta=None, is_gated=True, embedding_scale=None,
-            residual_scale=None, qk_norm="head" if self.qk_norm == "head" else "none",
-        )  # fmt: skip
-        return self == plain
-
-    @property
     def is_changed_by_reading(self) -> bool:
         """True if tensors are read in another form than they are stored in, so that they are not written back."""
         return self.is_interleaved or self.is_latent or self.norm_offset != 0 or self.norm_bias

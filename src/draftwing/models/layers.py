@@ -304,12 +304,12 @@ class Experts(nn.Module):
 class LatentProjection(nn.Module):
     """Queries, keys and values by way of narrow ones (multi-head latent attention, DeepSeek-V2, 2405.04434).
 
-    Each head's channels are its rotated ones, then the others; values are padded with zeros to the same width.
+    Each head's channels are its rotated ones, then the others. In PyTorch values are padded with zeros to that width.
 
     Args:
         queries: (H, heads * width), or a matrix, a norm and a second matrix.
         down: (H, rank + rotated width): the latent keys and values, and the rotated keys that all heads share.
-        up: (rank, heads * (plain width + value width)).
+        up: (rank, heads * (plain width + value width)): the keys of all heads, then their values.
         sizes: heads, rotated width, plain width, value width.
     """
 
@@ -335,17 +335,31 @@ class LatentProjection(nn.Module):
         """Bytes of weights that a token reads."""
         return sum(part.num_bytes for part in self.modules() if isinstance(part, Linear))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(R, H) -> (R, 3 * heads * width)."""
+    def forward(self, x: Any) -> Any:
+        """(R, H) -> (R, 3 * heads * width); traced, with narrow values, and the shared keys once, after them."""
+        if isinstance(x, Traced):
+            return self._trace(x)
         heads, rotated, plain, value = self.sizes
         q = x
         for part in self.queries:
             q = part(q)
         latent, shared = _split(self.down.forward(x), (self.down.num_out - rotated, rotated), 1)
-        own = self.up.forward(self.norm.forward(latent)).view(-1, heads, plain + value)
-        keys = torch.cat([shared[:, None].expand(-1, heads, -1), own[..., :plain]], -1)
-        values = F.pad(own[..., plain:], (0, rotated + plain - value))
+        own, values = _split(self.up.forward(self.norm.forward(latent)), (heads * plain, heads * value), 1)
+        keys = torch.cat([shared[:, None].expand(-1, heads, -1), own.view(-1, heads, plain)], -1)
+        values = F.pad(values.view(-1, heads, value), (0, rotated + plain - value))
         return torch.cat([q, keys.flatten(1), values.flatten(1)], 1)
+
+    def _trace(self, x: Traced) -> Traced:
+        down, last = self.down.forward(x), cast(Linear, self.queries[-1])
+        for part in list(self.queries)[:-1]:
+            x = part(x)
+        rank = self.up.num_in
+        width = last.num_out + self.up.num_out
+        out = Traced(x.program, x.program.scratch(width + self.sizes[1]), width + self.sizes[1])
+        x.linear(last.packed, into=(out, 0))
+        down.columns(0, rank).normed(self.norm).linear(self.up.packed, into=(out, last.num_out))
+        down.columns(rank, down.width).write(out.buffer, width)
+        return out
 
 
 class ShortConvolution(nn.Module):
@@ -382,7 +396,6 @@ class DecoderLayer(nn.Module):
         norms: of queries and keys, or None: of each head (Qwen3), or of all heads together (OLMo 2).
         out_norms: of what attention and MLP add, or None.
         traits: differences of the heads from Llama's.
-        value_width: of a head's values, if smaller than that of queries and keys.
         is_parallel: attention and MLP read the same norm, and both are added (Cohere).
         mixer: instead of attention, of the columns of ``qkv``.
     """
@@ -400,7 +413,6 @@ class DecoderLayer(nn.Module):
         out_norms: tuple[Norm | None, Norm | None] = (None, None),
         traits: HeadTraits = PLAIN_HEADS,
         is_parallel: bool = False,
-        value_width: int | None = None,
         mixer: ShortConvolution | GatedDelta | None = None,
     ) -> None:
         super().__init__()
@@ -409,7 +421,7 @@ class DecoderLayer(nn.Module):
         self.out_norm, self.mlp_out_norm = out_norms
         self.qkv, self.out, self.mlp = qkv, out, mlp
         self.num_heads, self.num_kv_heads, self.head_dim = heads
-        self.traits, self.is_parallel, self.value_width = traits, is_parallel, value_width
+        self.traits, self.is_parallel = traits, is_parallel
         # Norms over all heads are taken before ``attend``, which splits the heads and norms each.
         over_all = norms is not None and norms[0].weight.shape[0] > self.head_dim
         self.q_norm: RMSNorm | None = norms[0] if norms and not over_all else None
@@ -459,9 +471,9 @@ class DecoderLayer(nn.Module):
             mixed = attend(layer, rows[:, :-width], self)
             return mixed * rows[: len(mixed), -width:].sigmoid()
         mixed = attend(layer, rows, self)
-        if self.value_width is None:
+        if self.traits.value_dim is None or isinstance(mixed, Traced):
             return mixed
-        return mixed.view(len(mixed), self.num_heads, -1)[..., : self.value_width].flatten(1)
+        return mixed.view(len(mixed), self.num_heads, -1)[..., : self.traits.value_dim].flatten(1)
 
     def _add(self, part: Linear | GatedMLP | PlainMLP | Experts, read: Any, x: Any, norm: Norm | None) -> Any:
         """x (R, H) plus the normed result of a part."""

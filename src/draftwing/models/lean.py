@@ -230,9 +230,10 @@ def _halved_pairs(config: ModelConfig) -> Tensor | None:
     return torch.cat([heads.flatten(), torch.arange(heads.numel(), end)])
 
 
-def read_layer(reader: Reader, config: ModelConfig, index: int) -> DecoderLayer:
-    """Read layer ``index`` of a folder."""
-    base, hidden, dim, moe = f"model.layers.{index}.", config.hidden_size, config.head_dim, config.moe
+def read_layer(reader: Reader, config: ModelConfig, index: int, base: str | None = None) -> DecoderLayer:
+    """Read layer ``index`` of a folder, or another one like it, whose tensors' names begin with ``base``."""
+    base = f"model.layers.{index}." if base is None else base
+    hidden, dim, moe = config.hidden_size, config.head_dim, config.moe
     query_dim, kv_dim = config.num_heads * dim, config.num_kv_heads * dim
     family, names = config.family, config.family.names
     qkv: Linear | LatentProjection
@@ -265,6 +266,7 @@ def read_layer(reader: Reader, config: ModelConfig, index: int) -> DecoderLayer:
     elif config.latent is not None:
         qkv = _read_latent(reader, config, f"{base}self_attn.")
         value_dim = config.latent.value_dim
+        traits = replace(traits, value_dim=value_dim, shared_dim=config.latent.rope_dim)
     else:
         projections = [base + name for name in names.qkv]
         outs, rows = [query_dim, kv_dim, kv_dim], _halved_pairs(config)
@@ -302,7 +304,6 @@ def read_layer(reader: Reader, config: ModelConfig, index: int) -> DecoderLayer:
         out_norms=(norm(names.attention_out), norm(names.mlp_out)),
         traits=traits,
         is_parallel=names.mlp_in is None and names.mlp_out is None,
-        value_width=None if value_dim == dim else value_dim,
         mixer=mixer,
     )
 
@@ -359,7 +360,9 @@ def _read_latent(reader: Reader, config: ModelConfig, base: str) -> LatentProjec
         )
     rows = torch.cat([torch.arange(latent.rank), latent.rank + pairs])
     down = reader.linear([f"{base}kv_a_proj_with_mqa"], [latent.rank + rotated], hidden, bias, rows=rows)
-    up = reader.linear([f"{base}kv_b_proj"], [heads * (latent.plain_dim + latent.value_dim)], latent.rank)
+    own = torch.arange(heads * (latent.plain_dim + latent.value_dim)).view(heads, -1)
+    rows = torch.cat([own[:, : latent.plain_dim].flatten(), own[:, latent.plain_dim :].flatten()])
+    up = reader.linear([f"{base}kv_b_proj"], [len(rows)], latent.rank, rows=rows)
     sizes = heads, rotated, latent.plain_dim, latent.value_dim
     return LatentProjection(queries, down, norm("kv_a_layernorm", latent.rank), up, sizes)
 
@@ -646,7 +649,7 @@ class LeanTarget(Target):
         config = replace(ModelConfig.from_hf(source, where), kv_dtype=kv_dtype)
         runtime, layout = runtime_for(
             dtype, device, config.head_dim, config.activation, is_dense=config.moe is None, delta=config.delta,
-            is_traceable=config.latent is None, may_round=True, prepack=prepack, quantize=quantize, fast=fast,
+            latent=config.latent, may_round=True, prepack=prepack, quantize=quantize, fast=fast,
         )  # fmt: skip
         check_quantize(quantize, dtype, device, layout.runs)
         check_kv_dtype(kv_dtype, layout.runs)

@@ -56,13 +56,13 @@ inline void score_blocks(const float* queries, int dim, const float* keys, float
         for (int b = 0; b < B; ++b) store(scores + q * stride + b * KEYS, sum[q][b]);
 }
 
-// Adds the values of contiguous slots, times `weights`, to `out` (dim), in the order of the slots.
+// Adds the values of contiguous slots, `apart` numbers from each other, times `weights`, to `out` (dim), in the order of the slots.
 template <int Q, int P>
-inline void mix_parts(const float* weights, size_t stride, const float* values, int count, int dim, float* out) {
+inline void mix_parts(const float* weights, size_t stride, const float* values, int apart, int count, int dim, float* out) {
     v16 sum[Q][P];
     for (int q = 0; q < Q; ++q)
         for (int p = 0; p < P; ++p) sum[q][p] = load(out + q * dim + 16 * p);
-    for (int s = 0; s < count; ++s, values += dim) {
+    for (int s = 0; s < count; ++s, values += apart) {
         v16 value[P];
         for (int p = 0; p < P; ++p) value[p] = load(values + 16 * p);
 #pragma GCC unroll 8
@@ -77,18 +77,18 @@ inline void mix_parts(const float* weights, size_t stride, const float* values, 
 }
 
 template <int Q>
-inline void mix(const float* weights, size_t stride, const float* values, int count, int dim, float* out) {
+inline void mix(const float* weights, size_t stride, const float* values, int apart, int count, int dim, float* out) {
     constexpr int P = WIDE ? 4 : Q > 3 ? 1 : 2;  // as many sums as fit in registers
     int d = 0;
-    for (; d + 16 * P <= dim; d += 16 * P) mix_parts<Q, P>(weights, stride, values + d, count, dim, out + d);
-    for (; d < dim; d += 32) mix_parts<Q, 2>(weights, stride, values + d, count, dim, out + d);
+    for (; d + 16 * P <= dim; d += 16 * P) mix_parts<Q, P>(weights, stride, values + d, apart, count, dim, out + d);
+    for (; d < dim; d += 32) mix_parts<Q, 2>(weights, stride, values + d, apart, count, dim, out + d);
 }
 
-inline void mix_all(int count, const float* weights, size_t stride, const float* values, int slots, int dim, float* out) {
+inline void mix_all(int count, const float* weights, size_t stride, const float* values, int apart, int slots, int dim, float* out) {
     int q = 0;
-    for (; q + 6 <= count; q += 6) mix<6>(weights + q * stride, stride, values, slots, dim, out + q * dim);
-    for (; q + 3 <= count; q += 3) mix<3>(weights + q * stride, stride, values, slots, dim, out + q * dim);
-    for (; q < count; ++q) mix<1>(weights + q * stride, stride, values, slots, dim, out + q * dim);
+    for (; q + 6 <= count; q += 6) mix<6>(weights + q * stride, stride, values, apart, slots, dim, out + q * dim);
+    for (; q + 3 <= count; q += 3) mix<3>(weights + q * stride, stride, values, apart, slots, dim, out + q * dim);
+    for (; q < count; ++q) mix<1>(weights + q * stride, stride, values, apart, slots, dim, out + q * dim);
 }
 
 // Caps the scores at positions `low` to `last`.
@@ -203,30 +203,36 @@ inline const float* rotation_of(const Batch& batch, int row, int i, const int32_
 void write_slots(const Op& op, const Batch& batch, int row, int kv_head) {
     if (batch.watch != nullptr) return;
     const int dim = op.head_dim, words = slot_words(batch, dim), width = batch.widths[op.source];
+    const int shared = op.shared_dim, key_dim = dim - shared, after_keys = op.num_heads * dim + op.num_kv_heads * key_dim;
     float* keys = batch.cache + op.layer * batch.layer_stride + row * batch.row_stride + kv_head * batch.head_stride;
     float* values = keys + batch.value_stride;
     const Slots at = slots_of(batch, row);
     int32_t* depths = attention_depths.get<int32_t>(batch.tree_nodes);
     depths_of(batch, row, depths);
-    float turned[1024];
+    float turned[1024], joined[1024];
     for (int i = 0; i < batch.nodes; ++i) {
         const int slot = static_cast<int>(batch.lengths[row]) + batch.first_node + i;
         const float* in = batch.buffers[op.source] + (static_cast<size_t>(row) * batch.nodes + i) * width;
-        const float *own = in + (op.num_heads + kv_head) * dim, *own_value = own + op.num_kv_heads * dim;
+        const float *own = in + op.num_heads * dim + kv_head * key_dim, *own_value = in + after_keys + kv_head * op.value_dim;
+        if (shared > 0) {
+            memcpy(joined, in + after_keys + op.num_kv_heads * op.value_dim, shared * sizeof(float));
+            memcpy(joined + shared, own, key_dim * sizeof(float));
+            own = joined;
+        }
         rotate(op, batch, own, op.k_norm, rotation_of(batch, row, i, depths), turned);
         float *key = key_of(batch, keys, at, slot, words), *value = values + at(slot) * words;
         if (has_narrow_slots(batch)) {
-            write_narrow(turned, own_value, dim, key, value);
+            write_narrow(turned, dim, own_value, op.value_dim, key, value);
             continue;
         }
         for (int d = 0; d < dim; ++d) key[d * KEYS] = turned[d];
-        memcpy(value, own_value, dim * sizeof(float));
+        memcpy(value, own_value, op.value_dim * sizeof(float));
     }
 }
 
 // Attention of a row's nodes from `begin` to before `end`, for one KV head; keys and values are in their slots already.
 void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, int end) {
-    const int dim = op.head_dim, groups = op.num_heads / op.num_kv_heads, nodes = batch.nodes;
+    const int dim = op.head_dim, value_dim = op.value_dim, groups = op.num_heads / op.num_kv_heads, nodes = batch.nodes;
     const int length = static_cast<int>(batch.lengths[row]);
     const Seen seen = seen_of(batch, row, op.layer, kv_head);
     const int upto = batch.first_node + end;  // ancestors precede a node
@@ -241,7 +247,7 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
     const float* qkv = batch.buffers[op.source];
     const int width = batch.widths[op.source], out_width = batch.widths[op.target];
     const int num_queries = (end - begin) * groups;
-    float* queries = attention_queries.get<float>(static_cast<size_t>(2) * num_queries * dim);
+    float* queries = attention_queries.get<float>(static_cast<size_t>(num_queries) * (dim + value_dim));
     float* mixed = queries + static_cast<size_t>(num_queries) * dim;
     float* scores = attention_scores.get<float>(num_queries * stride);
     int32_t* depths = attention_depths.get<int32_t>(batch.tree_nodes);
@@ -293,7 +299,7 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
         return page;
     };
     std::optional<NarrowWeights> weights;
-    if (is_narrow) weights.emplace(num_queries, dim, seen.from(lowest) / size * size, padded, page_of);
+    if (is_narrow) weights.emplace(num_queries, dim, value_dim, seen.from(lowest) / size * size, padded, page_of);
     for (int i = begin; i < end; ++i) {
         const int depth = depths[batch.first_node + i], last = length + depth;
         for (int d = depth, node = batch.first_node + i; d >= 0; --d, node = static_cast<int>(parents[node])) path[d] = node;
@@ -306,8 +312,7 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
             if (op.cap != 0.0f) cap_scores(own, first, seen.count + depth, op.cap);
             const float* sink = op.sinks == nullptr ? nullptr : op.sinks + kv_head * groups + g;
             const float sum = softmax(own, first, seen.count + depth, sink);
-            float* out = mixed + query * dim;
-            memset(out, 0, dim * sizeof(float));
+            memset(mixed + query * value_dim, 0, value_dim * sizeof(float));
             own[padded] = sum;  // stored after the scores until the values are summed
             if (batch.watch != nullptr) {
                 float* watched = batch.watch + op.layer * batch.watch_layer + kv_head * batch.watch_head;
@@ -329,7 +334,7 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
         for (int from = 0, to; from < seen.count; from = to) {  // all queries use a block of values while it is in the cache
             to = seen.run(from);
             const float* some = values + at(seen.slot(from)) * dim;
-            mix_all(num_queries, scores + from, stride, some, to - from, dim, mixed);
+            mix_all(num_queries, scores + from, stride, some, dim, to - from, value_dim, mixed);
         }
     }
     for (int i = begin; i < end; ++i) {
@@ -340,23 +345,23 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
         for (int g = 0; g < groups; ++g) {
             const size_t query = static_cast<size_t>(i - begin) * groups + g;
             float* own = scores + query * stride;
-            float* sums = mixed + query * dim;
-            float* out = batch.buffers[op.target] + place * out_width + op.column + (kv_head * groups + g) * dim;
+            float* sums = mixed + query * value_dim;
+            float* out = batch.buffers[op.target] + place * out_width + op.column + (kv_head * groups + g) * value_dim;
             const float whole = own[padded];
             if (is_narrow) {
-                for (int part = 0; part < dim; part += 16) store(out + part, load(sums + part) * own[padded + 1] / whole);
+                for (int part = 0; part < value_dim; part += 16) store(out + part, load(sums + part) * own[padded + 1] / whole);
                 continue;
             }
             for (int from = op.window > 0 ? seen.from(low) : seen.count, to; from < seen.count; from = to) {
                 to = seen.run(from);
-                mix<1>(own + from, stride, values + at(seen.slot(from)) * dim, to - from, dim, sums);
+                mix<1>(own + from, stride, values + at(seen.slot(from)) * dim, dim, to - from, value_dim, sums);
             }
             for (int d = low > length ? low - length : 0; d <= depth; ++d) {
                 const float* value = values + at(length + path[d]) * dim;
                 const v16 weight = spread(own[seen.count + d]);
-                for (int part = 0; part < dim; part += 16) store(sums + part, load(sums + part) + load(value + part) * weight);
+                for (int part = 0; part < value_dim; part += 16) store(sums + part, load(sums + part) + load(value + part) * weight);
             }
-            for (int part = 0; part < dim; part += 16) store(out + part, load(sums + part) / whole);
+            for (int part = 0; part < value_dim; part += 16) store(out + part, load(sums + part) / whole);
         }
     }
     if (!op.is_gated) return;

@@ -16,12 +16,13 @@ constexpr float SMALLEST_WEIGHT = 0x1p-110f;  // of a query's largest: MAX_WEIGH
 
 thread_local Scratch narrow_rows, narrow_factors, attention_sums, narrow_values, narrow_bytes, narrow_totals;
 
-void write_narrow(const float* key, const float* value, int dim, float* key_slot, float* value_slot) {
+// Values may be narrower than keys: their slots have as many words.
+void write_narrow(const float* key, int dim, const float* value, int value_dim, float* key_slot, float* value_slot) {
     int8_t levels[1024];
     key_slot[dim / 4 * PAGE] = round_levels(key, dim, levels);
     for (int word = 0; word < dim / 4; ++word) memcpy(key_slot + word * PAGE, levels + 4 * word, 4);
-    value_slot[dim / 4] = round_levels(value, dim, levels);
-    memcpy(value_slot, levels, dim);
+    value_slot[dim / 4] = round_levels(value, value_dim, levels);
+    memcpy(value_slot, levels, value_dim);
 }
 
 // Queries in 8 bits, 128 for zero, followed by a row of ones, whose products are the sums of the keys' bytes.
@@ -71,8 +72,8 @@ inline void interleave(const int8_t* slots, int stride, int count, int8_t* __res
 class NarrowWeights {
   public:
     template <typename F>
-    NarrowWeights(int count, int dim, int begin, int end, F page_of)
-        : count_(count), dim_(dim), begin_(begin), end_(end), stride_(row_bytes(static_cast<size_t>(end - begin) * ROW_WORDS)),
+    NarrowWeights(int count, int dim, int value_dim, int begin, int end, F page_of)
+        : count_(count), dim_(dim), value_dim_(value_dim), begin_(begin), end_(end), stride_(row_bytes(static_cast<size_t>(end - begin) * ROW_WORDS)),
           rows_(narrow_rows.get<uint8_t>(padded_rows(2 * count) * stride_)), scales_(narrow_factors.get<float>(end)) {
         for (int place = begin; place < end; place += PAGE) {
             const float* page = page_of(place) + dim / 4;
@@ -109,17 +110,17 @@ class NarrowWeights {
         return largest / MAX_WEIGHT_LEVEL + sum_of(check);
     }
 
-    // The sums of the rounded weights times values: (count, dim), exact but for the last rounding to float32.
+    // The sums of the rounded weights times values: (count, value_dim), exact but for the last rounding to float32.
     template <typename F> void mix(F page_of, float* out) const {
-        const int dim = dim_;
-        double* totals = narrow_totals.get<double>(static_cast<size_t>(count_) * dim);
-        memset(totals, 0, sizeof(double) * count_ * dim);
+        const int dim = dim_, value_dim = value_dim_;
+        double* totals = narrow_totals.get<double>(static_cast<size_t>(count_) * value_dim);
+        memset(totals, 0, sizeof(double) * count_ * value_dim);
         int8_t* values = narrow_values.get<int8_t>(VALUES * TILE);
         int32_t* sums = attention_sums.get<int32_t>(static_cast<size_t>(padded_rows(2 * count_)) * TILE);
         for (int from = begin_; from < end_; from += VALUES) {
             const int num = std::min(VALUES, end_ - from);
-            for (int first = 0; first < dim; first += TILE) {
-                const int width = std::min(TILE, dim - first);
+            for (int first = 0; first < value_dim; first += TILE) {
+                const int width = std::min(TILE, value_dim - first);
                 for (int i = 0; i < num; i += PAGE) {
                     const int8_t* page = reinterpret_cast<const int8_t*>(page_of(from + i)) + first;
                     for (int j = 0; j < PAGE; j += 4) interleave(page + j * (dim + 4), dim + 4, width, values + (i + j) * TILE);
@@ -128,16 +129,16 @@ class NarrowWeights {
                           reinterpret_cast<i16(*)[PARTS]>(sums));
                 for (int q = 0; q < count_; ++q) {
                     const int32_t *high = sums + 2 * q * TILE, *low = high + TILE;
-                    double* total = totals + static_cast<size_t>(q) * dim + first;
+                    double* total = totals + static_cast<size_t>(q) * value_dim + first;
                     for (int d = 0; d < width; ++d) total[d] += high[d] * 256.0 + low[d];
                 }
             }
         }
-        for (int i = 0; i < count_ * dim; ++i) out[i] = static_cast<float>(totals[i]);
+        for (int i = 0; i < count_ * value_dim; ++i) out[i] = static_cast<float>(totals[i]);
     }
 
   private:
-    int count_, dim_, begin_, end_;
+    int count_, dim_, value_dim_, begin_, end_;
     size_t stride_;
     uint8_t* rows_;
     float* scales_;

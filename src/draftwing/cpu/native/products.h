@@ -34,6 +34,8 @@ struct Op {
     int32_t centers;  // the norm is a LayerNorm
     int32_t norms_rotated;  // of ATTEND: heads are normed after their rotation
     int32_t rotation_first, rotation_pairs;  // of ATTEND: the factors that it uses; 0 pairs: all, -1: none
+    int32_t value_dim;  // of ATTEND: width of a head's values, at most head_dim
+    int32_t shared_dim;  // of ATTEND: first channels of the keys, which all heads share; their columns follow the values
     int32_t query_scale;  // of ATTEND: 1 + the factor whose real part multiplies queries; 0: none
     int32_t routes;  // of EXPERTS and COMBINE: the buffer that ROUTE wrote
     int32_t num_experts, num_chosen;  // of ROUTE, EXPERTS and COMBINE: experts of a layer, and of a row
