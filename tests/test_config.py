@@ -87,7 +87,8 @@ HARMLESS = {
     "attention_dropout", "initializer_range", "output_router_logits", "pretraining_tp", "residual_dropout",
     "router_aux_loss_coef", "router_jitter_noise", "use_cache", "hidden_dropout", "embedding_dropout", "eod_token_id",
     "embd_pdrop", "resid_pdrop", "original_max_position_embeddings",
-    "no_rope_layer_interval", "interleave_moe_layer_step", "_sliding_window_pattern", "sliding_window_pattern", "num_nextn_predict_layers",
+    "no_rope_layer_interval", "_sliding_window_pattern", "sliding_window_pattern", "num_nextn_predict_layers",
+    "interleave_moe_layer_step",
 }  # fmt: skip
 
 

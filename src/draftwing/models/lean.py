@@ -393,10 +393,9 @@ def _read_experts(
     if moe.clamp is not None:
         experts: Sequence[GatedMLP] = _read_clamped(reader, config, names, base)
     elif names.is_transposed:
-        first, last = (base + name for name in names.matrices)
-        gate_ups = reader.transposed(first, (count, hidden, 2 * width), gated=True)
-        downs = reader.transposed(last, (count, width, hidden))
-        experts = [GatedMLP(*pair, config.activation) for pair in zip(gate_ups, downs, strict=True)]
+        inner = reader.transposed(base + names.matrices[0], (count, hidden, 2 * width), gated=True)
+        outer = reader.transposed(base + names.matrices[1], (count, width, hidden))
+        experts = [GatedMLP(*pair, config.activation) for pair in zip(inner, outer, strict=True)]
     elif names.is_stacked:
         gate_ups, downs = (
             reader.tensor(f"{base}{name}.weight", count, *shape).unbind()
