@@ -223,8 +223,8 @@ class SlotAttention(Attention):
 
     Its result has ``num_rows_out`` rows, more than B * N if the caller padded. ``windows`` are each layer's sliding
     window, chunk or None (``ModelConfig.sliding_windows``). Layers marked in ``causal`` see no later position; others
-    do if a tree's ``paths`` let nodes see each other, as in a block. Empty: none is marked. ``heads`` are the numbers of
-    query heads and of KV heads, of which slots may have more (``ModelConfig.num_slot_heads``).
+    do if a tree's ``paths`` let nodes see each other, as in a block. Empty: none is marked. ``heads`` are the numbers
+    of query heads and of KV heads, of which slots may have more (``ModelConfig.num_slot_heads``).
     """
 
     def __init__(
