@@ -783,8 +783,10 @@ def _moe(read: ConfigReader, experts: ExpertTraits, layers: int) -> MoeConfig | 
         sparse = [read.setting(experts.num_dense) <= layer <= last for layer in range(layers)]
     if experts.every is not None:
         step = read.integer(experts.every.name, experts.every.default)
-        listed = None if read.config.get("moe_layers") is None else read.items("moe_layers", int)
-        sparse = [(layer + 1) % step == 0 if listed is None else layer in listed for layer in range(layers)]
+        with_experts: Iterable[int] = range(step - 1, layers, step)
+        if read.config.get("moe_layers") is not None:
+            with_experts = read.items("moe_layers", int)
+        sparse = [layer in with_experts for layer in range(layers)]
     if not any(sparse):
         return None
     if per_token > num_experts:
