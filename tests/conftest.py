@@ -194,6 +194,21 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "deepseek-v3": ("DeepseekV3Config", {**_LATENT, "q_lora_rank": None, "num_nextn_predict_layers": 0}),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size_mlp": 40,
+            "moe_layers": [1, 2],
+            "head_dim": 8,
+            "no_rope_layers": [1, 0, 1],
+            "attention_chunk_size": 7,  # trees cross its multiples
+            "floor_scale": 4,
+            "attn_scale": 0.5,
+            "attention_bias": True,
+        },
+    ),
     "arcee": ("ArceeConfig", {"head_dim": 8}),
     "gemma": ("GemmaConfig", {"head_dim": 8}),
     "gemma2-capped": (

@@ -88,6 +88,7 @@ HARMLESS = {
     "router_aux_loss_coef", "router_jitter_noise", "use_cache", "hidden_dropout", "embedding_dropout", "eod_token_id",
     "embd_pdrop", "resid_pdrop", "original_max_position_embeddings",
     "no_rope_layer_interval", "_sliding_window_pattern", "sliding_window_pattern", "num_nextn_predict_layers",
+    "interleave_moe_layer_step",
 }  # fmt: skip
 
 
@@ -230,6 +231,25 @@ def test_experts():
     assert ModelConfig.from_hf({**glm, "num_experts_per_tok": 4}).moe.groups == (32, 1)
     with refused(ConfigError, "`n_group` 32 and `topk_group` 1 do not fit 128 experts"):
         ModelConfig.from_hf({**glm, "num_experts_per_tok": 5})
+
+
+def test_layers_of_llama_4():
+    def read(**changes):
+        return ModelConfig.from_hf({"model_type": "llama4_text", **SIZES, **changes})
+
+    assert read().sliding_windows == (-8192, -8192, -8192, None)
+    assert read().query_scale == (0.1, 8192, 1)
+    assert read().moe.sparse_layers == (True,) * 4
+    assert read(interleave_moe_layer_step=2).moe.sparse_layers == (False, True, False, True)
+    assert read(interleave_moe_layer_step=2, moe_layers=[0]).moe.sparse_layers == (True, False, False, False)
+    assert read(moe_layers=[]).moe is None
+    assert (read().moe.intermediate_size, read().intermediate_size) == (96, 16384)
+    assert read(attention_chunk_size=None).sliding_windows == (None,) * 4
+    assert read(no_rope_layers=[1, 1, 1, 1]).query_scale is None
+    kinds = ["full_attention", "chunked_attention"] * 2
+    assert read(attention_chunk_size=5, layer_types=kinds).sliding_windows == (None, -5, None, -5)
+    with refused(ConfigError, "chunked_attention, but no window", "`attention_chunk_size`"):
+        read(attention_chunk_size=None, layer_types=kinds)
 
 
 def test_rope_in_all_spellings():

@@ -50,6 +50,7 @@ FAMILIES = {
     ),
 }
 FAMILIES |= {name: (name, kernel_size(name)) for name in FURTHER}
+FAMILIES["llama4"][1]["attention_chunk_size"] = 8  # trees cross multiples of pages
 FAMILIES["qwen3-next-dense"] = ("qwen3-next", {"head_dim": 32, "num_experts": 0})
 PARENTS = [-1, 0, 0, 1, 1, 2, 5, 3, -1]
 
@@ -144,6 +145,7 @@ ROUTINGS = {
     "one": (Routing(1, scale=2.5), True),
     "all": (Routing(24, normalise=True), False),
     "sigmoid": (Routing(3, "sigmoid", normalise=True, scale=1.5), True),
+    "input": (Routing(3, "sigmoid", scales_input=True), False),
     "best-groups": (Routing(5, groups=(4, 2), group_by="max", scale=0.5), False),
     "best-pairs": (Routing(5, "sigmoid", groups=(6, 3), group_by="two"), True),
     "single-groups": (Routing(2, "sigmoid", groups=(24, 4), group_by="max"), True),
@@ -190,6 +192,20 @@ def test_experts_have_pytorchs_numbers_in_any_company(name):
     for first, count in ((0, 1), (7, 3), (20, 16), (33, 17)):
         part = slice(first, first + count)
         assert torch.equal(run_experts(packed, x[part], residual[part]), whole[part])
+
+
+@needs_kernel
+def test_scores_are_ranked_before_they_saturate():
+    """Of several scores whose sigmoid is 1, the highest is chosen."""
+    packed, plain = (layer_of_experts(ROUTINGS["input"][0], False, packs) for packs in (True, False))
+    x = 50 * torch.randn(20, 32)
+    scores = plain.router.forward(x)
+    assert ((scores > 30).sum(1) > 3).any()
+    largest, chosen = scores.topk(3)
+    best = [[plain.experts[expert](row[None])[0] for expert in own] for row, own in zip(x, chosen, strict=True)]
+    wanted = torch.stack([sum(parts) for parts in best])
+    for found in (run_experts(packed, x), plain.forward(x)):
+        assert (found - wanted)[(largest > 30).all(1)].abs().max() < 1e-5 * wanted.abs().max()
 
 
 @needs_kernel
@@ -457,7 +473,7 @@ def test_a_model_has_pytorchs_numbers(name, folder_of, monkeypatch):
 @needs_kernel
 @pytest.mark.parametrize("options", [{}, {"quantize": "int8", "kv_dtype": "int8"}], ids=["float32", "int8"])
 @pytest.mark.parametrize(
-    "name", ["llama", "window", "qwen3", "olmo2", "gemma2-capped", "cohere2", "starcoder2", "lfm2", "qwen3.5"]
+    "name", ["llama", "window", "qwen3", "olmo2", "gemma2-capped", "cohere2", "starcoder2", "lfm2", "qwen3.5", "llama4"]
 )
 def test_a_nodes_bits_do_not_depend_on_its_tree(name, options, folder_of):
     """Every node of a tree, in a batch, has the very logits that it has when its path is decoded token by token."""

@@ -197,7 +197,7 @@ std::vector<float> committed_slots(const Batch& batch, int heads, int words) {
     return found;
 }
 
-// Trees over committed slots, in 32 and 8 bits, with and without a window, a view, pages. With six heads, scores are capped,
+// Trees over committed slots, in 32 and 8 bits, with and without a window, chunks, a view, pages. With six heads, scores are capped,
 // with a sink each, and results gated. With two heads of 96 channels, values are narrower than keys, which share channels.
 void tell_attention() {
     const int64_t lengths[ROWS] = {LENGTH, 37}, none[ROWS] = {0, 0};
@@ -209,7 +209,7 @@ void tell_attention() {
     for (const bool narrow : {false, true})
         for (const int dim : {32, 96})
             for (const int heads : {2, 6})
-                for (const int window : {0, 20})
+                for (const int window : {0, 20, -40})
                     for (const int how : {0, 1, 2}) {
                         const int width = (heads + 2 * 2 + (heads > 2 ? heads : 0)) * dim, half = dim / 2 - 4;
                         const int value_dim = heads == 2 && dim == 96 ? 64 : dim;
@@ -314,6 +314,7 @@ void tell_experts() {
             for (Op& op : ops) op.num_experts = COUNT, op.num_chosen = BEST, op.routes = 2;
             ops[0].kind = ROUTE, ops[0].source = 1, ops[0].target = 2, ops[0].scores = kind, ops[0].scale = 1.5f, ops[0].bias = bias.data();
             ops[0].num_groups = groups, ops[0].num_kept_groups = 2, ops[0].sums_two = kind == SIGMOID, ops[0].normalises = kind == SIGMOID;
+            for (Op& op : ops) op.scales_input = kind == SOFTMAX;
             ops[1].kind = EXPERTS, ops[1].target = 3, ops[1].gathers = 1, ops[1].num_in = HIDDEN, ops[1].num_out = WIDTH, ops[1].is_gated = 1;
             ops[1].weight = ups.data(), ops[1].epilogue = groups ? CLAMPED : SILU, ops[1].eps = 1.7f, ops[1].cap = groups ? 2.0f : 0.0f;
             ops[2].kind = EXPERTS, ops[2].source = 3, ops[2].target = 4, ops[2].num_in = WIDTH, ops[2].num_out = HIDDEN, ops[2].weight = downs.data();

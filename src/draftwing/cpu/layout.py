@@ -33,8 +33,8 @@ class Op(ctypes.Structure):
             (name, ctypes.c_int32)
             for name in ("rotation_first", "rotation_pairs", "value_dim", "shared_dim", "query_scale")
         ),
-        *((name, ctypes.c_int32) for name in ("routes", "num_experts", "num_chosen", "gathers", "scores")),
-        *((name, ctypes.c_int32) for name in ("normalises", "num_groups", "num_kept_groups", "sums_two")),
+        *((name, ctypes.c_int32) for name in ("routes", "num_experts", "num_chosen", "gathers", "scales_input")),
+        *((name, ctypes.c_int32) for name in ("scores", "normalises", "num_groups", "num_kept_groups", "sums_two")),
         *((name, ctypes.c_float) for name in ("eps", "scale", "cap")),
         *((name, ctypes.c_void_p) for name in ("norm", "weight", "scales", "sums", "bias", "places")),
         *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm", "norm_bias", "sinks")),

@@ -57,6 +57,7 @@ class RoutingLike(Protocol):
     group_by: str | None
     scale: float
     sum_eps: float
+    scales_input: bool
 
 
 def _padded(width: int) -> int:
@@ -331,7 +332,7 @@ class Traced:
                 f"DRAFTWING_KERNEL=off in the environment"
             )
         routes = self.program.scratch(4 * k + 2 * self.width + 2)
-        sizes = {"num_experts": self.width, "num_chosen": k}
+        sizes = {"num_experts": self.width, "num_chosen": k, "scales_input": routing.scales_input}
         self.program.add(
             routes, scores.buffer, kind=_ROUTE, scores=_SCORES.index(routing.scores), normalises=routing.normalise,
             num_groups=num_groups, num_kept_groups=num_kept, sums_two=routing.group_by == "two", scale=routing.scale,

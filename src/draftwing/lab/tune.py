@@ -53,7 +53,7 @@ class Recorded:
     @torch.inference_mode()
     def __init__(self, target: LeanTarget, texts: Sequence[tuple[Sequence[int], Sequence[int]]], depth: int) -> None:
         net, rows = target.net, len(texts)
-        room = min([window for window in net.shape.windows if window is not None], default=target.max_length)
+        room = min([abs(window) for window in net.shape.windows if window is not None], default=target.max_length)
         lengths = [min(len(prompt) + len(written), room) for prompt, written in texts]
         longest = max(lengths, default=0)
         ids = torch.zeros(rows, longest, dtype=torch.int64)

@@ -78,6 +78,11 @@ class Attend(Protocol):
         ...
 
 
+def first_visible(window: int, positions: Tensor) -> Tensor:
+    """The first position that queries at ``positions`` see within a sliding window, or a chunk if it is negative."""
+    return positions - window + 1 if window > 0 else positions // -window * -window
+
+
 def rotate(heads: Tensor, cis: Tensor) -> Tensor:
     """Rotary embedding (RoFormer, 2104.09864) of (R, K, D) as one complex product with (R, 1, rotary_dim / 2).
 
@@ -219,9 +224,9 @@ class SlotAttention(Attention):
     """Attention over KV slots ``where`` the trees are: an ``Attend`` for one forward.
 
     Its result has ``num_rows_out`` rows, more than B * N if the caller padded. ``windows`` are each layer's sliding
-    window, or None. Layers marked in ``causal`` see no later position; others do if a tree's ``paths`` let nodes see
-    each other, as in a block. Empty: none is marked. ``heads`` are the numbers of query heads and of KV heads, of which
-    slots may have more (``ModelConfig.num_slot_heads``).
+    window, chunk or None (``ModelConfig.sliding_windows``). Layers marked in ``causal`` see no later position; others
+    do if a tree's ``paths`` let nodes see each other, as in a block. Empty: none is marked. ``heads`` are the numbers
+    of query heads and of KV heads, of which slots may have more (``ModelConfig.num_slot_heads``).
     """
 
     def __init__(
@@ -343,7 +348,7 @@ class TreeAttention(SlotAttention):
             key_position = torch.where(place < 0, slots, lengths[:, None] + tree.depths.gather(1, node))[:, None, :]
             query_position = (lengths[:, None] + tree.depths[:, first_node:])[:, :, None]
             if window is not None:
-                allowed &= key_position > query_position - window
+                allowed &= key_position >= first_visible(window, query_position)
             if is_causal:
                 allowed &= key_position <= query_position
         bias = torch.zeros(allowed.shape, dtype=dtype, device=lengths.device).masked_fill_(~allowed, float("-inf"))
@@ -440,12 +445,11 @@ class CausalAttention(Attention):
 
     def _mask(self, window: int | None, device: torch.device, *, always: bool = False) -> Tensor | None:
         """(T, T) True for visible tokens; None if all earlier ones are, unless ``always``."""
-        if window is None or (window >= self._length and not always):
+        if window is None or (abs(window) >= self._length and not always):
             return None
         if window not in self._masks:
             place = torch.arange(self._length, device=device)
-            back = place[:, None] - place
-            self._masks[window] = (back >= 0) & (back < window)
+            self._masks[window] = (place <= place[:, None]) & (place >= first_visible(window, place)[:, None])
         return self._masks[window]
 
 
@@ -495,9 +499,9 @@ class ViewAttention(SlotAttention):
         committed = self._is_seen[:, None, None].expand(-1, 1, nodes, -1)
         in_tree = self._in_tree[:, None]
         if window is not None:
-            lowest = self._positions[:, None, self._first :, None] - window
-            committed = committed & (seen[:, :, None] > lowest)
-            in_tree = in_tree & (self._positions[:, None, None] > lowest)
+            lowest = first_visible(window, self._positions[:, None, self._first :, None])
+            committed = committed & (seen[:, :, None] >= lowest)
+            in_tree = in_tree & (self._positions[:, None, None] >= lowest)
         in_tree = in_tree.expand(-1, committed.shape[1], -1, -1)
         mask = torch.cat([committed, in_tree], 3).repeat_interleave(groups, dim=2)
         if window is None:
@@ -517,7 +521,7 @@ class WatchAttention(SlotAttention):
         slots = torch.arange(self._start + nodes, device=where.cache.data.device)
         self._kv = where.cache.data[:, :, :, : self._shape[2]]
         self._at = where.cache.place(torch.full_like(slots, where.first_row), slots)
-        self._back = (slots[self._start :, None] - slots).repeat_interleave(self._shape[3], dim=0)
+        self._slots, self._own = slots, slots[self._start :, None].repeat_interleave(self._shape[3], dim=0)
 
     def mix(self, layer: int, traits: HeadTraits, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(R, heads, D) each -> (padded R, num_heads * D); k and v equal the slots' content."""
@@ -528,12 +532,14 @@ class WatchAttention(SlotAttention):
         if traits.cap:
             scores = (scores / traits.cap).tanh_().mul_(traits.cap)
         window = self._windows[layer]
-        hidden = self._back < 0 if window is None else (self._back < 0) | (self._back >= window)
+        hidden = self._slots > self._own
+        if window is not None:
+            hidden |= self._slots < first_visible(window, self._own)
         scores = scores.masked_fill_(hidden, -torch.inf)
         if traits.sinks is not None:
             sinks = traits.sinks.view(kv_heads, 1, groups).expand(-1, nodes, -1).reshape(kv_heads, -1, 1)
             scores = torch.cat([scores, sinks.to(scores.dtype)], -1)
-        weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))[..., : len(self._back[0])]
+        weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))[..., : len(self._slots)]
         self._watched[layer] += weights[..., : self._start].sum(1)
         mixed = (weights.to(q.dtype) @ values).view(kv_heads, nodes, groups * dim).transpose(0, 1)
         return F.pad(mixed.reshape(nodes, -1), (0, 0, 0, self._rows_out - nodes))

@@ -368,7 +368,8 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool  # queries and keys are normed (``Family.qk_norm`` says how)
     rope: RopeConfig
-    # for each layer, None for full attention, or W if a token sees itself and the W - 1 before it
+    # for each layer, None for full attention, W if a token sees itself and the W - 1 before it, or -W if it sees those
+    # of its chunk: of the W positions from a multiple of W on
     sliding_windows: tuple[int | None, ...]
     moe: MoeConfig | None
     bos_id: int | None
@@ -387,8 +388,9 @@ class ModelConfig:
     # for each layer, True if it has the gated delta rule ``delta`` instead of attention
     recurs: tuple[bool, ...] = ()
     delta: DeltaConfig | None = None
-    # A query at position p is multiplied by 1 + beta * log(1 + floor(p / length)): (beta, length), or None
-    query_scale: tuple[float, int] | None = None
+    # A query at position p is multiplied by 1 + beta * log(1 + floor((p + first) / length)): (beta, length, first), or
+    # None. If some layers do not rotate, then in these alone.
+    query_scale: tuple[float, int, int] | None = None
     # embedding_scale, residual_scale, logit_scale: factors of embeddings, of what a layer adds, and of logits
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
@@ -449,6 +451,7 @@ class ModelConfig:
         hidden = read.integer("hidden_size")
         max_positions = read.integer("max_position_embeddings", family.max_positions)
         windows = _windows(read, family, layers)
+        rotates = _rotates(read, family, windows)
         rope, local_rope = _ropes(
             read, family, model_type, head_dim if latent is None else latent.rope_dim, max_positions
         )
@@ -476,7 +479,7 @@ class ModelConfig:
             qkv_bias=read.setting(family.qkv_bias),
             o_bias=read.setting(family.o_bias),
             mlp_bias=read.setting(family.mlp_bias),
-            qk_norm=family.qk_norm != "none",
+            qk_norm=family.qk_norm != "none" and (family.qk_norm != "unweighted" or read.flag("use_qk_norm", True)),
             rope=rope,
             sliding_windows=windows,
             moe=_moe(read, family.experts, layers) if family.experts else None,
@@ -488,12 +491,12 @@ class ModelConfig:
             latent=latent,
             score_cap=read.setting(family.score_cap) or 0.0,
             local_rope=local_rope,
-            rotates=_rotates(read, family, windows),
+            rotates=rotates,
             convolves=_convolves(read, family, layers),
             recurs=_recurs(read, family, layers),
             delta=None if family.delta is None else _delta(read),
             conv_size=read.setting(family.conv_size) or 0,
-            query_scale=_query_scale(read, family),
+            query_scale=_query_scale(read, family, rotates),
             embedding_scale=1.0 if embedding_scale is None else embedding_scale,
             residual_scale=read.setting(family.residual_scale or 1.0),
             logit_scale=read.setting(family.logit_scale or 1.0) / _divisor(read, family),
@@ -541,6 +544,8 @@ def _newest(read: ConfigReader, family: Family, first: str, key: str) -> str:
 
 def _intermediate_size(read: ConfigReader, family: Family) -> int:
     experts = family.experts
+    if experts is not None and experts.dense_size is not None:
+        return read.integer(experts.dense_size.name, experts.dense_size.default)
     if experts is not None and experts.is_everywhere and read.config.get("intermediate_size") is None:
         return int(read.setting(experts.size))
     size = read.integer(_newest(read, family, "block_ff_dim", "intermediate_size"))
@@ -630,20 +635,23 @@ def _heads(read: ConfigReader, family: Family, latent: LatentConfig | None) -> t
 
 
 def _windows(read: ConfigReader, family: Family, layers: int) -> tuple[int | None, ...]:
-    """The sliding window of each layer in tokens, or None."""
+    """The sliding window of each layer in tokens, a negative chunk, or None."""
     window, rule = None, family.windows
+    key, local = "sliding_window", "sliding_attention"
+    if rule == "chunked":
+        key, local = "attention_chunk_size", "chunked_attention"
     is_on = rule not in ("switch", "layer", "alternate", "unrotated") or read.flag("use_sliding_window", False)
     # Here null means no window; only a missing key means the default one.
-    if is_on and rule != "never" and read.config.get("sliding_window", family.window) is not None:
-        window = read.integer("sliding_window", family.window)
+    if is_on and rule != "never" and read.config.get(key, family.window) is not None:
+        window = read.integer(key, family.window) * (-1 if rule == "chunked" else 1)
     first = read.integer("max_window_layers", 28, minimum=0) if rule in ("layer", "alternate") else 0
     slides = [window is not None] * layers
     if rule == "layer":
         slides = [layer >= first for layer in range(layers)]
     elif rule == "alternate":
         slides = [layer % 2 == 0 and layer < first for layer in range(layers)]
-    elif rule == "unrotated":
-        slides = [not rotates for rotates in _listed_rotations(read, layers)]
+    elif rule in ("unrotated", "chunked"):
+        slides = [rotates == (rule == "chunked") for rotates in _listed_rotations(read, layers)]
     elif rule == "pattern":
         every = 0 if read.config.get("layer_types") else read.setting(family.pattern)
         slides = [not every or (layer + 1) % every != 0 for layer in range(layers)]
@@ -658,16 +666,15 @@ def _windows(read: ConfigReader, family: Family, layers: int) -> tuple[int | Non
         )
     for kind in kinds:
         others = {"conv": family.conv_size, "linear_attention": family.delta}
-        if kind not in ("full_attention", "sliding_attention") and others.get(kind) is None:
+        if kind not in ("full_attention", local) and others.get(kind) is None:
             raise read.unsupported(
-                f'`layer_types` has "{kind}", which the lean decoder lacks; expected full_ or sliding_attention.'
+                f'`layer_types` has "{kind}", which the lean decoder lacks; expected full_attention or {local}.'
             )
-    sliding = [kind == "sliding_attention" for kind in kinds]
-    if rule in ("layer", "alternate", "unrotated", "pattern"):
+    sliding = [kind == local for kind in kinds]
+    if rule in ("layer", "alternate", "unrotated", "pattern", "chunked"):
         if any(sliding) and window is None:
-            raise read.error(
-                "`layer_types` has sliding_attention, but no window. Correct `use_sliding_window` and `sliding_window`."
-            )
+            advice = f"`{key}`" if rule == "chunked" else "`use_sliding_window` and `sliding_window`"
+            raise read.error(f"`layer_types` has {local}, but no window. Correct {advice}.")
         return tuple(window if slides else None for slides in sliding)
     # The models of these families attend alike in all layers and ignore the list.
     if sliding != [entry is not None for entry in usual]:
@@ -742,13 +749,17 @@ def _ropes(
     return make(rest, family.theta), make({**rest, "rope_scaling": None, "rope_theta": base}, base)
 
 
-def _query_scale(read: ConfigReader, family: Family) -> tuple[float, int] | None:
+def _query_scale(read: ConfigReader, family: Family, rotates: tuple[bool, ...]) -> tuple[float, int, int] | None:
     """Llama 4's growing query scale, which Ministral 3 states among its RoPE settings."""
+    if family.tunes_temperature:
+        if all(rotates) or not read.flag("attn_temperature_tuning", True):
+            return None
+        return read.number("attn_scale", 0.1), read.integer("floor_scale", 8192), 1
     table = read.config.get("rope_scaling") or read.config.get("rope_parameters") or family.rope
     if "llama_4_scaling_beta" not in family.rope or table.get("llama_4_scaling_beta") is None:
         return None
     settings = ConfigReader(table, f"{read.where}: RoPE settings")
-    return settings.number("llama_4_scaling_beta"), settings.integer("original_max_position_embeddings")
+    return settings.number("llama_4_scaling_beta"), settings.integer("original_max_position_embeddings"), 0
 
 
 def _moe(read: ConfigReader, experts: ExpertTraits, layers: int) -> MoeConfig | None:
@@ -770,6 +781,12 @@ def _moe(read: ConfigReader, experts: ExpertTraits, layers: int) -> MoeConfig | 
         last = layers - 1 if experts.last_sparse is None else read.integer(experts.last_sparse.name, -1, minimum=-1)
         last = layers - 1 if last < 0 else last
         sparse = [read.setting(experts.num_dense) <= layer <= last for layer in range(layers)]
+    if experts.every is not None:
+        step = read.integer(experts.every.name, experts.every.default)
+        with_experts: Iterable[int] = range(step - 1, layers, step)
+        if read.config.get("moe_layers") is not None:
+            with_experts = read.items("moe_layers", int)
+        sparse = [layer in with_experts for layer in range(layers)]
     if not any(sparse):
         return None
     if per_token > num_experts:

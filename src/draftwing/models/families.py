@@ -63,10 +63,13 @@ class ExpertTraits:
     num: int
     num_per_token: int
     # names after ``model.layers.N.``: the router, and the matrices of expert {e}: gate, up and down, or for ``stacked``
-    # ones gate and up of all experts in one tensor (experts, 2 * width, hidden), and down in another
+    # ones gate and up of all experts in one tensor (experts, 2 * width, hidden), and down in another; if they are
+    # transposed (experts, hidden, 2 * width), the whole name
     router: str = "mlp.gate"
     matrices: tuple[str, ...] = ("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj", "mlp.experts.{e}.down_proj")
+    is_transposed: bool = False
     size: Key = Key("moe_intermediate_size", 768)  # width of an expert
+    dense_size: Key | None = None  # width of the MLP of layers without experts, if it is not ``intermediate_size``
     # True if the probabilities of the chosen experts are rescaled to sum to one
     normalise: bool | Key = Key("norm_topk_prob", False)
     # The weights of experts: the router's softmax, that of the chosen experts alone (chosen), or the sigmoid, which is
@@ -79,10 +82,12 @@ class ExpertTraits:
     num_groups: tuple[int, int] = (1, 1)  # defaults of their number, and of those that experts are chosen from
     sum_eps: float = 0.0  # added to the sum that the weights are divided by
     scale: Key | None = None  # factor of the weights
+    scales_input: bool = False  # the weights multiply what experts read, not what they return
     # (alpha, limit) of gpt-oss's activation: (up + 1) * gate * sigmoid(alpha * gate) of clamped gate and up
     clamp: tuple[Key, Key] | None = None
     num_dense: Key | None = None  # the number of first layers without experts
     last_sparse: Key | None = None  # the last layer with experts; -1: that of the model
+    every: Key | None = None  # "moe_layers" lists the layers with experts, by default every n-th
     count: str | None = None  # the key of the number of experts, if it is not ``num_experts``
     per_token: str = "num_experts_per_tok"  # the key of the number of each token's experts
     has_dense_layers: bool = False  # ``mlp_only_layers`` and ``decoder_sparse_step`` name layers without experts
@@ -98,7 +103,7 @@ class ExpertTraits:
     @property
     def is_everywhere(self) -> bool:
         """True if every layer has experts."""
-        return self.num_dense is None and not self.has_dense_layers
+        return self.num_dense is None and self.every is None and not self.has_dense_layers
 
 
 @dataclass(frozen=True)
@@ -127,18 +132,20 @@ class Family:
     # attention
     qkv_bias: bool | Key = False
     o_bias: bool | Key = False
-    # norms of queries and keys: of each head; of all heads together; or of each head after its rotation
-    qk_norm: Literal["none", "head", "all", "rotated"] = "none"
+    # norms of queries and keys: of each head; of all heads together; of each head after its rotation; or the same
+    # without weights, in layers that rotate and if "use_qk_norm" is set (unweighted)
+    qk_norm: Literal["none", "head", "all", "rotated", "unweighted"] = "none"
     scale: Key | None = None  # factor of the scores; None for head_dim ** -0.5
     scale_power: float = 1.0  # the power of ``scale`` that is used
     # queries, keys and values pass through narrow matrices (multi-head latent attention, DeepSeek-V2, 2405.04434)
     is_latent: bool = False
     score_cap: Key | None = None  # scores are capped to cap * tanh(score / cap)
-    window: int | None = 4096  # default of ``sliding_window``
+    window: int | None = 4096  # default of ``sliding_window``, or of ``attention_chunk_size``
     # Layers with a sliding window: none; all; all if "use_sliding_window" is set (switch), or then those from
     # "max_window_layers" on (layer), or every second one before it (alternate), or those without rotation
-    # (unrotated); those that "layer_types" names, by default all but every n-th (pattern).
-    windows: Literal["never", "always", "switch", "layer", "alternate", "unrotated", "pattern"] = "never"
+    # (unrotated); those that "layer_types" names, by default all but every n-th (pattern). Or layers that attend
+    # within chunks: those that "layer_types" names, by default those with rotation (chunked).
+    windows: Literal["never", "always", "switch", "layer", "alternate", "unrotated", "pattern", "chunked"] = "never"
     pattern: int | Key = 0  # n of "pattern"; 0: all layers
 
     # the length of the short convolutions that replace attention in layers that "layer_types" calls conv (LFM2)
@@ -158,6 +165,8 @@ class Family:
     # default base of layers with a window, which then have RoPE settings of their own; None if all layers share one
     local_theta: Key | float | None = None
     rope: Mapping[str, Any] = field(default_factory=dict)  # default RoPE settings
+    # queries of layers that do not rotate grow with their position, if "attn_temperature_tuning" is set
+    tunes_temperature: bool = False
 
     # MLP
     activation: Key = Key("hidden_act", "silu")
@@ -429,6 +438,20 @@ FAMILIES: Final[dict[str, Family]] = {
             num_shared=Key("n_shared_experts", 1), num_groups=(8, 4),
         ),
         refused={"rope_interleave": (True,), "moe_layer_freq": (1,)},
+    ),
+    "llama4_text": Family(
+        "Llama4ForCausalLM", 131072, kv_heads=8, head_dim=128, eps=_EPS5, bos=1, eos=2, qkv_bias=_BIAS, o_bias=_BIAS,
+        qk_norm="unweighted", window=8192, windows="chunked", theta=5e5, is_interleaved=True, rotates="listed",
+        tunes_temperature=True,
+        experts=ExpertTraits(
+            16, 1, "feed_forward.router", ("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
+            is_transposed=True, size=Key("intermediate_size", 8192), dense_size=Key("intermediate_size_mlp", 16384),
+            scores="sigmoid", normalise=False, scales_input=True, every=Key("interleave_moe_layer_step", 1),
+            shared="feed_forward.shared_expert", shared_size=Key("intermediate_size", 8192),
+        ),
+        names=LayerNames(
+            gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"), down="feed_forward.down_proj"
+        ),
     ),
     "arcee": Family(
         "ArceeForCausalLM", 4096, eps=_EPS5, bos=128000, eos=128001, qkv_bias=_BIAS, o_bias=_BIAS, mlp_bias=_MLP_BIAS,

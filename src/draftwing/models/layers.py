@@ -226,6 +226,7 @@ class Routing:
     group_by: str | None = None
     scale: float = 1.0  # factor of the weights
     sum_eps: float = 0.0
+    scales_input: bool = False
 
     def choose(self, scores: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """The router's scores (R, experts) -> the weights and the indices (R, k) of the chosen experts."""
@@ -233,8 +234,10 @@ class Routing:
         if self.scores == "chosen":
             scores, chosen = scores.topk(self.num_per_token, dim=-1)
             return scores.softmax(-1), chosen
-        scores = scores.sigmoid() if self.scores == "sigmoid" else scores.softmax(-1)
+        given, scores = scores, scores.sigmoid() if self.scores == "sigmoid" else scores.softmax(-1)
         ranked = scores if bias is None else scores + bias
+        if bias is None and self.scores == "sigmoid":  # before they saturate
+            ranked = given
         if self.groups is not None:
             num_groups, num_kept = self.groups
             grouped = ranked.view(len(ranked), num_groups, -1)
@@ -284,7 +287,8 @@ class Experts(nn.Module):
         out = torch.zeros_like(x)
         for index in sorted(set(chosen.flatten().tolist())):
             rows, places = (chosen == index).nonzero(as_tuple=True)
-            out.index_add_(0, rows, self.experts[index](x[rows]) * weights[rows, places, None])
+            expert, read, shares = self.experts[index], x[rows], weights[rows, places, None]
+            out.index_add_(0, rows, expert(read * shares) if self.routing.scales_input else expert(read) * shares)
         if self.shared is not None:
             out = self.shared.forward(x, out)
         return out if residual is None else residual + out

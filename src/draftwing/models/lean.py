@@ -128,7 +128,19 @@ class Reader:
             {name: (num_tokens, width)}, lambda parts: Embedding(Packed.of_stored(_reordered(parts, rows), None))
         )
 
-    def own(self, name: str, part: Stored, bias: Tensor, *, gated: bool) -> Linear:
+    def transposed(self, name: str, shape: tuple[int, int, int], *, gated: bool = False) -> list[Linear]:
+        """The matrices (in, out) that a tensor (experts, in, out) holds."""
+        if self.layout.runs != "kernel":
+            matrices = (matrix.T.contiguous() for matrix in self.tensor(name, *shape))
+            return [Linear(matrix).lay_out(self.layout, gated=gated) for matrix in matrices]
+        self.used.add(name)
+        stored = self.files.stored(name, shape)
+        parts = (replace(stored, num_in=shape[1], data=matrix.T.contiguous()) for matrix in stored.data)
+        packed = [self.own(name, part, None, gated=gated) for part in parts]
+        self.files.drop(stored)
+        return packed
+
+    def own(self, name: str, part: Stored, bias: Tensor | None, *, gated: bool) -> Linear:
         """Lay a matrix out that was made of the tensors ``name``. Raises CheckpointError if a number is not finite."""
         if self.layout.runs == "kernel":
             return self._checked({name: part}, lambda parts: _linear(parts, bias, self.layout, gated=gated))
@@ -207,14 +219,14 @@ def _head_traits(config: ModelConfig, index: int) -> HeadTraits:
         rotation = (pairs, local.rotary_dim // 2)
     elif local is not None or config.query_scale is not None:
         rotation = (0, pairs)
-    if config.query_scale is not None:
+    if config.query_scale is not None and config.rotates[index] == all(config.rotates):
         query_scale = pairs
     return HeadTraits(
         None if config.attention_scale == config.head_dim**-0.5 else config.attention_scale,
         config.score_cap,
         rotation,
         query_scale,
-        config.family.qk_norm == "rotated",
+        config.family.qk_norm in ("rotated", "unweighted"),
     )
 
 
@@ -287,7 +299,10 @@ def read_layer(reader: Reader, config: ModelConfig, index: int, base: str | None
     else:
         mlp = _read_experts(reader, config, family.experts, base, mlp_of)
     norms = None
-    if config.qk_norm and mixer is None:
+    if config.qk_norm and family.qk_norm == "unweighted":
+        ones = RMSNorm(torch.ones(dim, dtype=reader.dtype, device=reader.device), config.rms_norm_eps)
+        norms = (ones, ones) if config.rotates[index] else None
+    elif config.qk_norm and mixer is None:
         sizes = (query_dim, kv_dim) if family.qk_norm == "all" else (dim, dim)
         q_norm, k_norm = norm(names.q_norm, sizes[0]), norm(names.k_norm, sizes[1])
         assert isinstance(q_norm, RMSNorm)
@@ -380,6 +395,10 @@ def _read_experts(
     count, width = moe.num_experts, moe.intermediate_size
     if moe.clamp is not None:
         experts: Sequence[GatedMLP] = _read_clamped(reader, config, names, base)
+    elif names.is_transposed:
+        inner = reader.transposed(base + names.matrices[0], (count, hidden, 2 * width), gated=True)
+        outer = reader.transposed(base + names.matrices[1], (count, width, hidden))
+        experts = [GatedMLP(*pair, config.activation) for pair in zip(inner, outer, strict=True)]
     elif names.is_stacked:
         gate_ups, downs = (
             reader.tensor(f"{base}{name}.weight", count, *shape).unbind()
@@ -406,8 +425,9 @@ def _read_experts(
         gate = None if names.shared_gate is None else reader.linear([base + names.shared_gate], [1], hidden, exact=True)
         shared = SharedExpert(mlp, gate)
     routing = Routing(
-        moe.num_experts_per_token, names.scores, moe.norm_topk_prob, moe.groups, names.groups, moe.scale, names.sum_eps
-    )
+        moe.num_experts_per_token, names.scores, moe.norm_topk_prob, moe.groups, names.groups, moe.scale, names.sum_eps,
+        names.scales_input,
+    )  # fmt: skip
     return Experts(router, experts, routing, shared, bias)
 
 
@@ -507,7 +527,8 @@ class TappedNet:
         return NetShape(
             config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim, config.sliding_windows,
             config.vocab_size, out_width=config.hidden_size * len(self.taps),
-            has_plain_heads=all(layer.traits.is_plain and layer.mixer is None for layer in self.layers),
+            has_plain_heads=all(layer.traits.is_plain and layer.mixer is None for layer in self.layers)
+            and not any((window or 0) < 0 for window in config.sliding_windows),
             narrow_width=0 if config.kv_dtype is None else config.slot_width, num_slot_heads=config.num_slot_heads,
             delta=config.delta, num_recurrent=sum(config.recurs),
         )  # fmt: skip

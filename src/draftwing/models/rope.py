@@ -207,11 +207,11 @@ class LayeredRotary:
 
     Args:
         parts: the rotations, in their order.
-        query_scale: (beta, length): the last factor is then 1 + beta * log(1 + floor(position / length)), by which
-            queries are multiplied (Llama 4).
+        query_scale: (beta, length, first): the last factor is then 1 + beta * log(1 + floor((position + first) /
+            length)), by which queries are multiplied (Llama 4).
     """
 
-    def __init__(self, parts: Sequence[Rotary], query_scale: tuple[float, int] | None = None) -> None:
+    def __init__(self, parts: Sequence[Rotary], query_scale: tuple[float, int, int] | None = None) -> None:
         self._parts, self._query_scale = tuple(parts), query_scale
 
     @property
@@ -237,7 +237,7 @@ class LayeredRotary:
 
     def _joined(self, factors: list[Tensor], positions: Tensor) -> Tensor:
         if self._query_scale is not None:
-            beta, length = self._query_scale
-            scale = 1 + beta * torch.log(1 + torch.floor(positions / length))
+            beta, length, first = self._query_scale
+            scale = 1 + beta * torch.log(1 + torch.floor((positions + first) / length))
             factors = [*factors, scale.to(factors[0].dtype)[..., None]]
         return factors[0] if len(factors) == 1 else torch.cat(factors, -1)

@@ -43,7 +43,7 @@ class NetShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    windows: Sequence[int | None]  # each layer's sliding window, or None
+    windows: Sequence[int | None]  # see ``ModelConfig.sliding_windows``
     vocab_size: int  # V of its logits
     # feature_width, state_width: F of features and H of states that entries read; 0 if they read tokens alone
     feature_width: int = 0

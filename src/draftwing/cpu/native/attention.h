@@ -185,6 +185,12 @@ void score_view(const Seen& seen, int begin, int length, int nodes, int count, i
     }
 }
 
+// The first position that a query at `position` sees.
+inline int first_visible(const Op& op, int position) {
+    if (op.window < 0) return position / -op.window * -op.window;
+    return op.window > 0 && position >= op.window ? position - op.window + 1 : 0;
+}
+
 // Depth of each node of a row's tree.
 void depths_of(const Batch& batch, int row, int32_t* depths) {
     const int64_t* parents = batch.parents + static_cast<size_t>(row) * batch.tree_nodes;
@@ -264,7 +270,7 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
     }
 
     // With a window, slots that no query sees are not scored: positions increase with the queries' depths.
-    const int lowest = op.window > 0 && length >= op.window ? (length - op.window + 1) / size * size : 0;
+    const int lowest = first_visible(op, length) / size * size;
     std::optional<NarrowQueries> narrow;
     if (is_narrow) narrow.emplace(queries, num_queries, dim);
     const auto score_block = [&](int block, float* to, size_t apart) {
@@ -303,7 +309,7 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
     for (int i = begin; i < end; ++i) {
         const int depth = depths[batch.first_node + i], last = length + depth;
         for (int d = depth, node = batch.first_node + i; d >= 0; --d, node = static_cast<int>(parents[node])) path[d] = node;
-        const int low = op.window > 0 && last >= op.window ? last - op.window + 1 : 0;
+        const int low = first_visible(op, last);
         const int first = low < length ? seen.from(low) : seen.count + low - length;
         for (int g = 0; g < groups; ++g) {
             const size_t query = static_cast<size_t>(i - begin) * groups + g;
@@ -321,7 +327,7 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
             if (!is_narrow) continue;
             std::fill(own + seen.count + depth + 1, own + padded, 0.0f);
             for (int d = depth; d >= 0; --d) {  // back to their nodes' places
-                const float weight = own[seen.count + d];
+                const float weight = length + d < low ? 0.0f : own[seen.count + d];
                 own[seen.count + d] = 0.0f;
                 own[seen.count + path[d]] = weight;
             }
@@ -340,7 +346,7 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
     for (int i = begin; i < end; ++i) {
         const int depth = depths[batch.first_node + i], last = length + depth;
         for (int d = depth, node = batch.first_node + i; d >= 0; --d, node = static_cast<int>(parents[node])) path[d] = node;
-        const int low = op.window > 0 && last >= op.window ? last - op.window + 1 : 0;
+        const int low = first_visible(op, last);
         const size_t place = static_cast<size_t>(row) * nodes + i;
         for (int g = 0; g < groups; ++g) {
             const size_t query = static_cast<size_t>(i - begin) * groups + g;
@@ -352,7 +358,7 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
                 for (int part = 0; part < value_dim; part += 16) store(out + part, load(sums + part) * own[padded + 1] / whole);
                 continue;
             }
-            for (int from = op.window > 0 ? seen.from(low) : seen.count, to; from < seen.count; from = to) {
+            for (int from = op.window != 0 ? seen.from(low) : seen.count, to; from < seen.count; from = to) {
                 to = seen.run(from);
                 mix<1>(own + from, stride, values + at(seen.slot(from)) * dim, dim, to - from, value_dim, sums);
             }

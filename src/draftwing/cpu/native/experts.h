@@ -84,7 +84,9 @@ void choose_experts(const Op& op, const float* scores, int32_t* chosen, float* w
     if (op.scores == SOFTMAX) softmax(worth, padded);
     if (op.scores == SIGMOID)
         for (int i = 0; i < padded; i += 16) store(worth + i, 1.0f / (1.0f + exp_of(-load(worth + i))));
-    for (int i = 0; i < count; ++i) ranked[i] = op.bias == nullptr ? worth[i] : worth[i] + op.bias[i];
+    // Sigmoids without a bias are ranked before they saturate.
+    for (int i = 0; i < count; ++i)
+        ranked[i] = op.bias != nullptr ? worth[i] + op.bias[i] : op.scores == SIGMOID ? scores[i] : worth[i];
     bool is_taken[MAX_EXPERTS] = {};
     if (op.num_groups > 0) take_groups(op, ranked, is_taken);
     for (int i = 0; i < k; ++i) {
@@ -136,9 +138,15 @@ void experts_piece(const Op& op, const Batch& batch, int which, int each) {
     pairs.buffers[op.target] += static_cast<size_t>(begin) * out;
     if (op.gathers) {
         float* rows = pairs.buffers[op.source] = gathered_rows.get<float>(static_cast<size_t>(count) * in);
-        for (int i = 0; i < count; ++i)
-            memcpy(rows + static_cast<size_t>(i) * in,
-                   batch.buffers[op.source] + static_cast<size_t>(routes.row[begin + i]) * batch.widths[op.source], op.num_in * sizeof(float));
+        for (int i = 0; i < count; ++i) {
+            const int row = routes.row[begin + i];
+            float* to = rows + static_cast<size_t>(i) * in;
+            memcpy(to, batch.buffers[op.source] + static_cast<size_t>(row) * batch.widths[op.source], op.num_in * sizeof(float));
+            if (!op.scales_input) continue;
+            int which = row * op.num_chosen;
+            while (routes.place[which] != begin + i) ++which;
+            for (int d = 0; d < op.num_in; ++d) to[d] *= routes.weights[which];
+        }
     } else {
         pairs.buffers[op.source] += static_cast<size_t>(begin) * in;
     }
@@ -154,7 +162,8 @@ void combine_row(const Op& op, const Batch& batch, int row) {
     for (int i = 0; i < op.num_in; i += 16) {
         v16 sum{};
         for (int which = row * op.num_chosen; which < (row + 1) * op.num_chosen; ++which)
-            sum += load(batch.buffers[op.source] + static_cast<size_t>(routes.place[which]) * stride + i) * routes.weights[which];
+            sum += load(batch.buffers[op.source] + static_cast<size_t>(routes.place[which]) * stride + i) *
+                   (op.scales_input ? 1.0f : routes.weights[which]);
         put(out + i, sum, op.num_in - i, op.epilogue == ADD);
     }
 }

@@ -27,7 +27,7 @@ struct Op {
     int32_t kind, source, target, column;  // column: first column of the result in the target's rows
     int32_t num_in, num_out, epilogue, format;  // format: of the weight; num_out of CONVOLVE and RECUR: tokens
     int32_t num_heads, num_kv_heads, head_dim, layer;  // RECUR: value and key heads, width of a key head; num_in: of a value head
-    int32_t window;  // 0: none
+    int32_t window;  // tokens that a query sees; negative: those of its chunk of that many tokens; 0: all
     int32_t first;  // of NORM and COPY: first column to read
     int32_t row_form;  // of LINEAR: how rows are converted for weights in BFLOAT16 or blocks
     int32_t is_gated;  // of LINEAR with an activation: half of the outputs are gates of the others; of ATTEND: gates follow values
@@ -40,6 +40,7 @@ struct Op {
     int32_t routes;  // of EXPERTS and COMBINE: the buffer that ROUTE wrote
     int32_t num_experts, num_chosen;  // of ROUTE, EXPERTS and COMBINE: experts of a layer, and of a row
     int32_t gathers;  // of EXPERTS: each row of the source is read by the experts of that row, instead of the row of each pair
+    int32_t scales_input;  // of EXPERTS that gather: rows are multiplied by their weights, which COMBINE then leaves out
     int32_t scores, normalises, num_groups, num_kept_groups, sums_two;  // of ROUTE: see `Routing` in layers.py; 0 groups: none
     float eps;  // of a norm, or of the sum of a row's weights in ROUTE; alpha of CLAMPED
     float scale;  // of scores, of ROUTE's weights, or of the result of EMBED, LINEAR and EXPERTS, where 0 is none
