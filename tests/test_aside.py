@@ -9,10 +9,10 @@ from draftwing import decode, engine
 from draftwing.budget.planner import Planner
 from draftwing.engine import Engine
 from draftwing.errors import ConfigError, PromptError
-from draftwing.limits import AtMost
 from draftwing.methods.causal_lm import CausalLMDrafter
 from draftwing.methods.lookup import LookupDrafter
 from draftwing.models.lean import LeanTarget
+from draftwing.request import AtMost
 from draftwing.sampling import Sampling
 from draftwing.text.tokenizer import Tokenizer
 from test_budget import COSTS

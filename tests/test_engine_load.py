@@ -17,12 +17,12 @@ from draftwing import engine as load
 from draftwing.decode import Decoder
 from draftwing.engine import Engine
 from draftwing.errors import ConfigError, PromptError, SlotsError, UnsupportedError
-from draftwing.limits import AtMost
 from draftwing.methods.base import Drafter
 from draftwing.models.adapter import AdapterTarget
 from draftwing.models.context import FeatureSpec
 from draftwing.models.lean import LeanTarget
 from draftwing.models.paged import PAGE, PageTable, SlotsExhausted, pages_of
+from draftwing.request import AtMost
 from draftwing.sampling import Sampling
 from draftwing.tree import DraftTree
 from test_exact import DRAFTERS, FUSED

@@ -15,7 +15,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 import draftwing as dw
 from conftest import TEXTS, add_tokenizer, build, refused
 from draftwing.errors import ConfigError, DraftwingWarning, TokenizerError
-from draftwing.lab.report import describe_lm
+from draftwing.lab.machine import describe_lm
 from draftwing.loading import load_drafter, load_target
 from draftwing.methods.registry import diagnose
 from draftwing.models.resolve import resolve

@@ -26,10 +26,9 @@ from draftwing.checks import BATCH_SIZE, MAX_TOKENS, Argument, check_arguments, 
 from draftwing.constraint import Constraint
 from draftwing.decode import MAX_ROWS, Decoder, Prefill, tree_slots
 from draftwing.errors import ConfigError, DraftwingError, PromptError, SlotsError, shown
-from draftwing.limits import AtMost, budget_for_rule, check_constraint, check_drafts
 from draftwing.methods.base import Budget
 from draftwing.models.paged import PAGE, PageTable, SlotsExhausted, pages_of
-from draftwing.request import Request
+from draftwing.request import AtMost, Request, budget_for_rule, check_constraint, check_drafts
 from draftwing.runtime.forward import PREFILL_CHUNK
 from draftwing.sampling import Sampling
 from draftwing.stats import Step

@@ -36,8 +36,7 @@ from draftwing.models.adapter import CACHES, AdapterTarget
 from draftwing.models.resolve import resolve
 from draftwing.models.target import Target
 from draftwing.request import with_seed
-from draftwing.sampling import Sampling, SamplingBatch
-from draftwing.sampling_options import nth_seed
+from draftwing.sampling import Sampling, SamplingBatch, nth_seed
 from draftwing.stats import Stats
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.tree import PAD, Accepted, DraftTree

@@ -21,8 +21,7 @@ from draftwing.measure import measure
 from draftwing.methods.base import BUDGET_ARGUMENT, Budget, Drafter, NoDrafter
 from draftwing.models.target import Target
 from draftwing.request import Request
-from draftwing.sampling import Sampling
-from draftwing.sampling_options import nth_sampling, one_each, sampling_from
+from draftwing.sampling import Sampling, nth_sampling, one_each, sampling_from
 from draftwing.stats import Logprob, Stats, Step
 from draftwing.text.grammar import GrammarLike, Grammars, as_grammar
 from draftwing.text.prompts import Prompt, as_list, check_prompt

@@ -10,11 +10,10 @@ from typing import Any
 
 from draftwing.engine import Engine
 from draftwing.errors import ConfigError, DraftwingError, SamplingError, shown
-from draftwing.limits import AtMost
 from draftwing.lm import LM
 from draftwing.methods.base import Budget, cut_to_nodes
-from draftwing.sampling import Sampling
-from draftwing.sampling_options import model_settings, nth_seed
+from draftwing.request import AtMost
+from draftwing.sampling import Sampling, model_settings, nth_seed
 from draftwing.serve.errors import Refusal, refusal_for
 from draftwing.serve.models import ChatBody, CompletionBody, Speculation
 from draftwing.serve.tool_calls import CLOSE, OPEN
