@@ -259,9 +259,9 @@ class World:
     def from_lists(self, **options: Any) -> None:
         dw.DraftTree.from_lists(**options).check(300)
 
-    def custom(self, seed_then: Any, stop_strings: Any, stream_to: Any, **options: Any) -> None:
+    def custom(self, seed_then: Any, stop_strings: Any, **options: Any) -> None:
         fast = dw.custom_generate(**options)
-        more = {"stop_strings": stop_strings, "seed": seed_then, "stream_to": stream_to}
+        more = {"stop_strings": stop_strings, "seed": seed_then}
         self.model.generate(torch.tensor([[5, 6, 5]]), custom_generate=fast, max_new_tokens=2, **more)
 
     def register(self, **options: Any) -> None:
@@ -387,7 +387,6 @@ def calls(world: World) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
                 "tokenizer": None,
                 "seed_then": None,
                 "stop_strings": None,
-                "stream_to": None,
             },
         ),
         "register": (
