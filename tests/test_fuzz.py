@@ -26,7 +26,7 @@ import pytest
 import torch
 
 import draftwing as dw
-from conftest import add_tokenizer, build
+from conftest import add_tokenizer, build, check_engine
 from draftwing.errors import DraftwingError, shown
 from draftwing.formats.settings import is_head_config, read_settings
 from draftwing.formats.write import write_head
@@ -474,8 +474,8 @@ def test_every_public_callable(world, seed, count):
             call(**options)
         if number % 100 == 0:
             assert text_of(world) == wanted, describe(name, options)
-    world.engine.check()
-    world.paged.check()
+    check_engine(world.engine)
+    check_engine(world.paged)
 
 
 def describe(name: str, options: dict[str, Any]) -> str:

@@ -297,10 +297,6 @@ def _rowwise(pure: PureRule) -> AcceptRule:
     return rule
 
 
-def _never(tree: DraftTree, logits: Tensor, sampling: SamplingBatch, starts: Sequence[int]) -> Accepted | None:
-    return None
-
-
 @dataclass(frozen=True)
 class Rule:
     """An acceptance rule and what it asks of the drafter.
@@ -321,7 +317,7 @@ class Rule:
     lossless: bool = True
     children: str = "keyed"
     chain_only: bool = False
-    early: Callable[[DraftTree, Tensor, SamplingBatch, Sequence[int]], Accepted | None] = _never
+    early: Callable[[DraftTree, Tensor, SamplingBatch, Sequence[int]], Accepted | None] = lambda *_: None
     is_match: bool = False
 
 

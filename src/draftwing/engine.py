@@ -25,7 +25,7 @@ from typing import Any
 from draftwing.checks import BATCH_SIZE, MAX_TOKENS, Argument, check_arguments, listed
 from draftwing.constraint import Constraint
 from draftwing.decode import MAX_ROWS, Decoder, Prefill, tree_slots
-from draftwing.errors import ConfigError, DraftwingError, PromptError, SlotsError, shown
+from draftwing.errors import ConfigError, DraftwingError, PromptError, shown
 from draftwing.methods.base import Budget
 from draftwing.models.paged import PAGE, PageTable, SlotsExhausted, pages_of
 from draftwing.request import AtMost, Request, budget_for_rule, check_constraint, check_drafts
@@ -430,33 +430,6 @@ class Engine:
             decoder.preempt(last)
         self._num_preempted += 1
         return True
-
-    # --- checks ----------------------------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Check that requests, rows, the drafter's rows and pages agree.
-
-        Raises:
-            SlotsError: they do not, which is a bug of Draftwing.
-        """
-        decoder = self.decoder
-        decoder.recover()
-        drafter, rows, bug = decoder.drafter, decoder.ctx.rows, "this is a bug of Draftwing"
-        if len(rows) != len(decoder.running):
-            raise SlotsError(f"{len(decoder.running)} requests run in {len(rows)} rows: {bug}")
-        for place, (request, row) in enumerate(zip(decoder.running, rows, strict=True)):
-            if row.tokens != [*request.prompt_ids, *request.token_ids] or row.length != len(row.tokens) - 1:
-                raise SlotsError(f"row {place} does not hold the text of request {request.id}: {bug}")
-        if drafter.resumes:
-            read, lengths = drafter.num_read, [row.length for row in rows]
-            if len(read) != len(rows) or any(num > length for num, length in zip(read, lengths, strict=True)):
-                raise SlotsError(f"{drafter.name} has read {read} tokens of rows of {lengths}: {bug}")
-        if decoder.pages is not None:
-            if len(decoder.pages.rows) != len(decoder.running):
-                raise SlotsError(
-                    f"{len(decoder.running)} requests run, and {len(decoder.pages.rows)} rows hold slots: {bug}"
-                )
-            decoder.pages.check(self._prefill_pages())
 
 
 def _checked_references(references: Any, vocab_size: int) -> list[list[int]]:
