@@ -47,10 +47,16 @@ def slow_divergence(name: str, p: list[float], q: list[float]) -> float:
     """As DistillSpec writes them, a token at a time."""
     if name == "fkl":
         return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
-    return sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2
+    if name == "rkl":
+        return slow_divergence("fkl", q, p)
+    if name == "tv":
+        return sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2
+    beta = float(name.partition(":")[2] or 0.5)
+    m = [beta * a + (1 - beta) * b for a, b in zip(p, q, strict=True)]
+    return beta * slow_divergence("fkl", p, m) + (1 - beta) * slow_divergence("fkl", q, m)
 
 
-NAMES = ("fkl", "tv")
+NAMES = ("fkl", "rkl", "tv", "jsd", "jsd:0.1", "jsd:0.9")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -93,9 +99,9 @@ def test_chances_of_nothing_do_no_harm(name):
     assert logits.grad[1, 0] < 0  # towards p
 
 
-@pytest.mark.parametrize("name", ["kl", "fkl:0.5", 3])
+@pytest.mark.parametrize("name", ["kl", "jsd:0", "jsd:1", "jsd:much", "fkl:0.5", 3])
 def test_other_objectives_are_refused(name):
-    with refused(ConfigError, "objective must be one of", str(name)):
+    with refused(ConfigError, "objective must be one of", "jsd:BETA", str(name)):
         TrainOptions("causal-lm", objective=name, iterations=1)
 
 
@@ -103,7 +109,7 @@ def test_other_objectives_are_refused(name):
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen3", "mistral-window", "phi3"])
-@pytest.mark.parametrize("name", ["fkl", "tv"])
+@pytest.mark.parametrize("name", ["fkl", "jsd:0.3"])
 def test_the_loss_is_the_divergence_after_every_token_that_counts(family, name, folder_of):
     """Against transformers' own logits of target and draft model, a position at a time; gradients too."""
     target = LeanTarget.from_folder(folder_of("llama"), torch.float64, prepack=False)
@@ -267,8 +273,8 @@ def session(target: Path, data: Path, out: Path, initial: Path | None = None, **
 
 RUNS = {
     "fkl": {},
-    "own-text": {"own_text": 0.6, "objective": "tv"},
-    "muon": {"optimizer": "muon", "accumulation": 2, "own_text": 0.3},
+    "own-text": {"own_text": 0.6, "objective": "rkl"},
+    "muon": {"optimizer": "muon", "objective": "jsd:0.2", "accumulation": 2, "own_text": 0.3},
 }
 
 

@@ -74,7 +74,7 @@ class Training:
     minutes: float | None = option(None, "Train for N minutes.")
     iterations: int | None = option(None, "Train for N updates.")
     max_length: int = option(512, "Maximum number of tokens of a window or dialogue.")
-    objective: str | None = option(None, "eagle1, hass, eagle3, tv, fkl or next-token.")
+    objective: str | None = option(None, "eagle1, hass, eagle3, tv, fkl, rkl, jsd, jsd:BETA or next-token.")
     unroll_steps: int | None = option(None, f"Steps of training-time test; modules of mtp. [default: {_STEPS}]")
     draft_vocab_size: int | None = option(None, "EAGLE-3's draft vocabulary. [default: the whole vocabulary]")
     lr: float | None = option(None, "Peak learning rate. [default: 1e-3]")

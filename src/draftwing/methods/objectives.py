@@ -6,7 +6,9 @@
     medusa   soft cross-entropy of every head, the k-th weighted 0.8^k                       (2401.10774)
     dflash   soft cross-entropy of every place of a block, the k-th weighted exp(-(k-1)/4)   (2602.06036, block of 8)
     tv       total variation, 1 - sum min(p, q): how often speculative sampling rejects   (DistillSpec 2310.08461)
-    fkl      forward Kullback-Leibler divergence, KL(p || q)                                 (DistillSpec)
+    fkl, rkl forward and reverse Kullback-Leibler, KL(p || q) and KL(q || p)                  (DistillSpec)
+    jsd      generalised Jensen-Shannon, beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q:
+             beta is 0.5, or BETA in ``jsd:BETA``                                             (GKD 2306.13649)
 
     next-token   cross-entropy of the data's next token, not of the target's prediction       (MTP, 2412.19437)
 
@@ -19,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -60,6 +63,26 @@ def forward_kl(logits: Tensor, probs: Tensor) -> Tensor:
     """KL(p || q): the soft cross-entropy minus the entropy of p, so that 0 is perfect."""
     entropy: Tensor = torch.special.entr(probs).sum(-1)
     return soft_cross_entropy(logits, probs) - entropy
+
+
+def reverse_kl(logits: Tensor, probs: Tensor) -> Tensor:
+    """KL(q || p), which penalises q for tokens that p excludes; a p of 0 counts as the smallest normal number."""
+    log_q = logits.log_softmax(-1)
+    return (log_q.exp() * (log_q - _log(probs))).sum(-1)
+
+
+def jensen_shannon(logits: Tensor, probs: Tensor, beta: float = 0.5) -> Tensor:
+    """beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q, which is bounded."""
+    log_q = logits.log_softmax(-1)
+    q = log_q.exp()
+    log_m = _log(beta * probs + (1 - beta) * q)
+    of_p: Tensor = -torch.special.entr(probs) - probs * log_m
+    of_q = q * (log_q - log_m)
+    return (beta * of_p + (1 - beta) * of_q).sum(-1)
+
+
+def _log(probs: Tensor) -> Tensor:
+    return probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
 
 
 def feature_loss(states: Tensor, features: Tensor) -> Tensor:
@@ -112,14 +135,27 @@ OBJECTIVES: dict[str, Objective] = {
     "tv": Objective(((1.0, tv),), decay=0.8),
     "next-token": Objective(((1.0, next_token),), of_text=True),
     "fkl": Objective(((1.0, forward_kl),), decay=0.8),
+    "rkl": Objective(((1.0, reverse_kl),), decay=0.8),
+    "jsd": Objective(((1.0, jensen_shannon),), decay=0.8),
 }
 
 
 def objective_named(name: object) -> Objective:
-    """Return one of ``OBJECTIVES``. Raises ConfigError for an unknown name."""
-    if not isinstance(name, str) or name not in OBJECTIVES:
-        raise ConfigError(f"training: objective must be one of {', '.join(OBJECTIVES)}, found {shown(name)}")
-    return OBJECTIVES[name]
+    """Return one of ``OBJECTIVES``, or ``jsd:BETA``. Raises ConfigError for an unknown name."""
+    if isinstance(name, str):
+        if name in OBJECTIVES:
+            return OBJECTIVES[name]
+        kind, _, number = name.partition(":")
+        try:
+            beta = float(number)
+        except ValueError:
+            beta = 0.0
+        if kind == "jsd" and 0 < beta < 1:
+            return Objective(((1.0, partial(jensen_shannon, beta=beta)),), decay=0.8)
+    raise ConfigError(
+        f"training: objective must be one of {', '.join(OBJECTIVES)}, or jsd:BETA with a BETA between 0 and 1, found "
+        f"{shown(name)}"
+    )
 
 
 class TruthLike(Protocol):
@@ -170,7 +206,7 @@ class DraftLoss(nn.Module):
         if self.objective.feature_weight:
             raise ConfigError(
                 f"training: a net of kind {self.net.kind!r} predicts no features, and the objective compares them: "
-                f"choose --objective fkl or tv, or leave it out"
+                f"choose --objective fkl, rkl, jsd or tv, or leave it out"
             )
         num_levels = getattr(self.net, "num_levels", None)
         if num_levels not in (None, self.num_steps):
