@@ -660,22 +660,3 @@ def test_the_account_of_pages_finds_what_is_wrong():
     table.array[1, 0] = 0
     with refused(SlotsError, "row 1 reads other pages than it holds"):
         table.check()
-
-
-def test_lost_rows_are_found(target):
-    own = plain_engine(target, 12)
-    own.submit([5, 6, 7], Sampling(max_tokens=9, ignore_eos=True))
-    own.step()
-    check_engine(own)
-    row = own.decoder.ctx.rows[0]
-    row.tokens.append(5)
-    with refused(SlotsError, "row 0 does not hold the text of request 0"):
-        check_engine(own)
-    row.tokens.pop()
-    own.decoder.pages.attach(1, [])
-    with refused(SlotsError, "1 requests run, and 2 rows hold slots"):
-        check_engine(own)
-    own.decoder.pages.detach(1)
-    own.decoder.ctx.rows.append(row)
-    with refused(SlotsError, "1 requests run in 2 rows"):
-        check_engine(own)
