@@ -314,6 +314,22 @@ def refused(kind: type[DraftwingError], *parts: str) -> Iterator[None]:
     assert re.search(".*".join(map(re.escape, parts)), str(caught.value), re.DOTALL), str(caught.value)
 
 
+def check_engine(engine: Any) -> None:
+    """Requests, rows, the drafter's rows and pages agree."""
+    decoder, prefill = engine.decoder, engine.prefill
+    decoder.recover()
+    drafter, rows = decoder.drafter, decoder.ctx.rows
+    for request, row in zip(decoder.running, rows, strict=True):
+        assert row.tokens == [*request.prompt_ids, *request.token_ids]
+        assert row.length == len(row.tokens) - 1
+    if drafter.resumes:
+        assert all(num <= row.length for num, row in zip(drafter.num_read, rows, strict=True))
+    if decoder.pages is not None:
+        assert len(decoder.pages.rows) == len(decoder.running)
+        is_held = prefill is not None and prefill.generation == decoder.generation
+        decoder.pages.check([prefill.pages] if is_held else [])
+
+
 def build(family: str, seed: int = 0, **changes: Any) -> Any:
     """A random transformers model in float64 whose logits are spread out enough to be worth sampling from."""
     kind, extra = {**FAMILIES, **FURTHER}[family]

@@ -8,7 +8,7 @@ import httpx
 import openai
 
 import draftwing as dw
-from conftest import add_tokenizer
+from conftest import add_tokenizer, check_engine
 from draftwing.serve.app import Settings, make_app
 
 TEMPLATE = (
@@ -54,7 +54,7 @@ async def running(app):
         assert worker.num_open == 0
     if worker.error is None:
         assert (worker.engine.num_running, worker.engine.num_waiting) == (0, 0)
-        worker.engine.check()
+        check_engine(worker.engine)
 
 
 def ask(app, work):

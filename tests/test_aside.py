@@ -4,15 +4,15 @@ import pytest
 import torch
 
 import draftwing as dw
-from conftest import SMALL, add_tokenizer, refused
+from conftest import SMALL, add_tokenizer, check_engine, refused
 from draftwing import decode, engine
 from draftwing.budget.planner import Planner
 from draftwing.engine import Engine
 from draftwing.errors import ConfigError, PromptError
-from draftwing.limits import AtMost
 from draftwing.methods.causal_lm import CausalLMDrafter
 from draftwing.methods.lookup import LookupDrafter
 from draftwing.models.lean import LeanTarget
+from draftwing.request import AtMost
 from draftwing.sampling import Sampling
 from draftwing.text.tokenizer import Tokenizer
 from test_budget import COSTS
@@ -78,7 +78,7 @@ def test_a_text_that_is_passed_over_is_the_same_and_no_drafter_reads_it(target, 
     own, planner = engine_of(target, read)
     found = submit_all(own)
     for _ in own.steps():
-        own.check()
+        check_engine(own)
     assert [each.token_ids for each in found] == texts
     assert read == [PROMPTS[0], PROMPTS[2]]
     assert planner.asked == [1.0] * 4
@@ -130,7 +130,7 @@ def test_an_interrupt_loses_nothing(at, target, texts):
         count = interrupt_at(at if ends else 0, own.step, files)
         if ends and count == at:  # then the next one goes through: some lines are met in every step
             own.step()
-        own.check()
+        check_engine(own)
     assert [each.token_ids for each in found] == texts
     last = own.submit(PROMPTS[0], Sampling(seed=0, **OPTIONS), speculation=dw.Budget(2))
     own.run()

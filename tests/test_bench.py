@@ -14,7 +14,7 @@ from conftest import CHAT_TEMPLATE, add_tokenizer, refused
 from draftwing.cli.main import app
 from draftwing.errors import CheckpointError, ConfigError, PromptError
 from draftwing.lab import bench, bench_results
-from draftwing.lab.bench import FILE, Journal, open_journal, read_journal
+from draftwing.lab.bench import FILE, Journal, QuestionSet, find_files, open_journal, read_journal, read_set
 from draftwing.lab.bench_results import (
     Estimate,
     ResultSample,
@@ -25,7 +25,6 @@ from draftwing.lab.bench_results import (
     resamples,
     to_dict,
 )
-from draftwing.lab.bench_sets import QuestionSet, find_files, read_set
 from draftwing.lm import LM
 from draftwing.loading import load_drafter
 

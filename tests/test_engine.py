@@ -24,8 +24,7 @@ from draftwing.models.lean import LeanTarget
 from draftwing.noise import KeyedNoise
 from draftwing.readout import explain, read_emitted
 from draftwing.request import Request
-from draftwing.sampling import Sampling, SamplingBatch
-from draftwing.sampling_options import nth_seed
+from draftwing.sampling import Sampling, SamplingBatch, nth_seed
 from draftwing.stats import Stats
 from draftwing.tree import Accepted, DraftTree
 

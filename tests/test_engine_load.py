@@ -12,17 +12,17 @@ import pytest
 import torch
 
 import draftwing as dw
-from conftest import SMALL, add_tokenizer, refused
+from conftest import SMALL, add_tokenizer, check_engine, refused
 from draftwing import engine as load
 from draftwing.decode import Decoder
 from draftwing.engine import Engine
 from draftwing.errors import ConfigError, PromptError, SlotsError, UnsupportedError
-from draftwing.limits import AtMost
 from draftwing.methods.base import Drafter
 from draftwing.models.adapter import AdapterTarget
 from draftwing.models.context import FeatureSpec
 from draftwing.models.lean import LeanTarget
 from draftwing.models.paged import PAGE, PageTable, SlotsExhausted, pages_of
+from draftwing.request import AtMost
 from draftwing.sampling import Sampling
 from draftwing.tree import DraftTree
 from test_exact import DRAFTERS, FUSED
@@ -110,7 +110,7 @@ def run_all(own, work, *, late=3, dice=None):
         assert all(row.token_ids or row.error for row in step.rows)
         if dice is not None and dice.random() < 0.1:
             own.preempt()
-        own.check()
+        check_engine(own)
         assert own.stats.num_slots_used <= own.stats.num_slots
     return made
 
@@ -151,7 +151,7 @@ def test_sixteen_others_change_nothing(name, lab):
     while own.num_running or own.num_waiting:
         own.step()
         most = max(most, own.num_running)
-    own.check()
+    check_engine(own)
     assert most > 11  # texts end sooner the better they are drafted
     for request, each in zip(made, work, strict=True):
         same_text(request, alone(here, FAMILIES[-1], *each))
@@ -173,7 +173,7 @@ def test_each_row_has_no_more_nodes_than_it_wants(name, others, lab):
     own = engine_of(here, name, 60, max_batch=6)
     made = [own.submit(*each, speculation=wish) for each, wish in zip(work, wishes, strict=True)]
     own.run()
-    own.check()
+    check_engine(own)
     for request, each in zip(made, work, strict=True):
         same_text(request, alone(here, FAMILIES[-1], *each))
     most = [max(row.num_drafted for row in request.rows) for request in made]
@@ -237,7 +237,7 @@ def test_the_youngest_gives_way_where_optimism_was_wrong(target, monkeypatch):
         tried.clear()
         own.step()
         assert len(tried) == 1  # who gives way does so before a step finds too few slots
-        own.check()
+        check_engine(own)
         gone += [each.id for each in before if each not in own.decoder.running and each.finish_reason is None]
     assert gone
     assert own.stats.num_preempted == len(gone)
@@ -252,7 +252,7 @@ def test_whoever_matters_least_gives_way_and_comes_last(target):
     ended = []
     while own.num_running or own.num_waiting:
         ended += [row.request_id for row in own.step().rows if row.finish_reason]
-        own.check()
+        check_engine(own)
     assert ended == [2, 3, 1, 0]
     assert own.stats.num_preempted
     assert [each.token_ids for each in made] == texts_alone(target, work)
@@ -291,7 +291,7 @@ def test_a_prompt_that_gives_way_while_it_is_read_comes_back(target):
     assert own.preempt()
     assert (own.num_running, own.num_waiting, own.stats.num_preempted) == (1, 1, 1)
     own.run()
-    own.check()
+    check_engine(own)
     for request in (first, other):
         assert request.token_ids == text_of(target, request.prompt_ids, request.sampling)
 
@@ -315,7 +315,7 @@ def test_a_prompt_gives_way_if_it_matters_least_or_no_row_would_remain(target):
             assert list(own.decoder.running) == [first]
             assert not own.preempt()
         own.run()
-        own.check()
+        check_engine(own)
         for request in (first, second, late):
             assert request.token_ids == text_of(target, request.prompt_ids, request.sampling)
 
@@ -340,7 +340,7 @@ def test_what_cannot_fit_is_refused(target, folder_of):
     request = own.submit(long_ones(1)[0][0], Sampling(max_tokens=room, ignore_eos=True))
     own.run()
     assert len(request.token_ids) == room
-    own.check()
+    check_engine(own)
     for wrong in (0, -1, True, 1.5, "2G"):
         with refused(ConfigError, "kv_memory must be a number of bytes"):
             Decoder(target, kv_memory=wrong)
@@ -365,7 +365,7 @@ def test_a_wide_tree_of_one_request_needs_room_while_it_runs(target):
     first = own.step()
     assert len(first.rows) == 1  # 16 pages do not hold two such trees
     own.run()
-    own.check()
+    check_engine(own)
     assert other.token_ids == text_of(target, [6] * 40, other.sampling)
     assert wide.finish_reason == "length"
     assert own.room_for(40) == room
@@ -382,7 +382,7 @@ def test_a_long_prompt_stalls_nobody(target):
     read, written = 0, len(short.token_ids)
     while not long.token_ids:
         own.step()
-        own.check()
+        check_engine(own)
         assert len(short.token_ids) == written + 1  # every step
         written += 1
         if own.prefill is not None:
@@ -424,7 +424,7 @@ def test_a_prompt_that_is_read_again_from_its_start_has_its_features_once(target
     assert own.prefill.done
     Reads.broken = True
     own.run()
-    own.check()
+    check_engine(own)
     assert own.stats.num_faults == 1
     assert all(length == count for length, count in seen)
     assert (99, 99) in seen
@@ -466,7 +466,7 @@ def test_a_prompt_that_is_being_read_can_be_cancelled_or_be_too_late(target):
         else:
             other.deadline = time.monotonic()
         own.step()
-        own.check()
+        check_engine(own)
         assert other.finish_reason == reason
         assert other.token_ids == []
         assert own.num_waiting == 0
@@ -489,7 +489,7 @@ def test_a_long_prompt_alone_can_be_cancelled_from_another_thread(target, monkey
     monkeypatch.setattr(type(target), "read", cancels)
     with refused(ConfigError, "nothing to decode"):
         own.step()
-    own.check()
+    check_engine(own)
     assert request.finish_reason == "cancelled"
     assert own.stats.num_prefix_queries == 199
 
@@ -509,7 +509,7 @@ def test_priorities_and_deadlines(paged, target):
     order = []
     while own.num_running or own.num_waiting:
         order += [row.request_id for row in own.step().rows if row.finish_reason]
-        own.check()
+        check_engine(own)
     assert order == [each.id for each in (running, high, again, usual, in_time, low)]
     assert (late.finish_reason, late.token_ids) == ("deadline", [])
     assert in_time.finish_reason == "length"
@@ -532,7 +532,7 @@ def test_priorities_and_deadlines(paged, target):
     for wrong in (float("nan"), "soon", True):
         with refused(ConfigError, "deadline must be seconds of time.monotonic() or None, found"):
             own.submit([5], deadline=wrong)
-    own.check()
+    check_engine(own)
 
 
 # --- texts -----------------------------------------------------------------------------------------------------------
@@ -566,7 +566,7 @@ def test_stop_strings_and_text_after_giving_way(lm):
         own.step()
         if dice.random() < 0.3:
             own.preempt()
-        own.check()
+        check_engine(own)
     assert own.stats.num_preempted >= 3
     assert [each.text for each in made] == [each.text for each in expected]
     assert [each.finish_reason for each in made] == [each.finish_reason for each in expected]
@@ -604,13 +604,13 @@ def test_an_interrupt_anywhere_loses_nothing(place, lab, monkeypatch):
     while stops < 9:
         try:
             for number, _ in enumerate(own.steps()):
-                own.check()
+                check_engine(own)
                 if number % 9 == 3:
                     own.preempt()
             break
         except KeyboardInterrupt:
             stops += 1
-    own.check()
+    check_engine(own)
     assert stops
     for request, each in zip(made, work, strict=True):
         same_text(request, alone(here, "llama", *each))
@@ -660,22 +660,3 @@ def test_the_account_of_pages_finds_what_is_wrong():
     table.array[1, 0] = 0
     with refused(SlotsError, "row 1 reads other pages than it holds"):
         table.check()
-
-
-def test_lost_rows_are_found(target):
-    own = plain_engine(target, 12)
-    own.submit([5, 6, 7], Sampling(max_tokens=9, ignore_eos=True))
-    own.step()
-    own.check()
-    row = own.decoder.ctx.rows[0]
-    row.tokens.append(5)
-    with refused(SlotsError, "row 0 does not hold the text of request 0"):
-        own.check()
-    row.tokens.pop()
-    own.decoder.pages.attach(1, [])
-    with refused(SlotsError, "1 requests run, and 2 rows hold slots"):
-        own.check()
-    own.decoder.pages.detach(1)
-    own.decoder.ctx.rows.append(row)
-    with refused(SlotsError, "1 requests run in 2 rows"):
-        own.check()

@@ -26,7 +26,7 @@ import pytest
 import torch
 
 import draftwing as dw
-from conftest import add_tokenizer, build
+from conftest import add_tokenizer, build, check_engine
 from draftwing.errors import DraftwingError, shown
 from draftwing.formats.settings import is_head_config, read_settings
 from draftwing.formats.write import write_head
@@ -259,9 +259,9 @@ class World:
     def from_lists(self, **options: Any) -> None:
         dw.DraftTree.from_lists(**options).check(300)
 
-    def custom(self, seed_then: Any, stop_strings: Any, stream_to: Any, **options: Any) -> None:
+    def custom(self, seed_then: Any, stop_strings: Any, **options: Any) -> None:
         fast = dw.custom_generate(**options)
-        more = {"stop_strings": stop_strings, "seed": seed_then, "stream_to": stream_to}
+        more = {"stop_strings": stop_strings, "seed": seed_then}
         self.model.generate(torch.tensor([[5, 6, 5]]), custom_generate=fast, max_new_tokens=2, **more)
 
     def register(self, **options: Any) -> None:
@@ -387,7 +387,6 @@ def calls(world: World) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
                 "tokenizer": None,
                 "seed_then": None,
                 "stop_strings": None,
-                "stream_to": None,
             },
         ),
         "register": (
@@ -475,8 +474,8 @@ def test_every_public_callable(world, seed, count):
             call(**options)
         if number % 100 == 0:
             assert text_of(world) == wanted, describe(name, options)
-    world.engine.check()
-    world.paged.check()
+    check_engine(world.engine)
+    check_engine(world.paged)
 
 
 def describe(name: str, options: dict[str, Any]) -> str:

@@ -306,7 +306,7 @@ def test_many_make_one_folder(source_of, tmp_path, monkeypatch):
         "tokenizer.json",
         "tokenizer_config.json",
     ]
-    assert not [path for path in found[0].parent.iterdir() if path.name.startswith(".new-")]
+    assert not [path for path in found[0].parent.iterdir() if path.name.startswith(".")]
 
 
 def test_a_cache_that_cannot_be_written(source_of, tmp_path, monkeypatch):

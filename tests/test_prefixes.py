@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import draftwing as dw
-from conftest import SMALL, Recorder, kernel_size
+from conftest import SMALL, Recorder, check_engine, kernel_size
 from draftwing.decode import Decoder
 from draftwing.engine import Engine
 from draftwing.models.lean import LeanTarget
@@ -45,7 +45,7 @@ def decoded(own, prompt, temperature=0.0, max_tokens=24):
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, seed=4, ignore_eos=True, logprobs=0)
     request = own.submit(prompt, sampling)
     own.run()
-    own.check()
+    check_engine(own)
     return request, own.stats.num_prefix_hits - before
 
 
@@ -128,10 +128,10 @@ def test_pages_that_others_hold_are_copied_before_they_are_written(lab):
     for other in others:
         requests.append(own.submit(other, sampling))
         own.step()
-        own.check()
+        check_engine(own)
     assert [request.num_cached for request in requests] == [0, PAGE + 16, PAGE + 4, PAGE + 7]
     own.run()
-    own.check()
+    check_engine(own)
     for request, other in zip(requests, others, strict=True):
         assert request.token_ids == decoded(engine_of(here, "eagle3-dynamic"), other, max_tokens=20)[0].token_ids
 
@@ -144,13 +144,13 @@ def test_requests_that_run_share_pages(lab):
             own.submit([*prompt, number + 5], Sampling(max_tokens=20, temperature=1.0, seed=number, ignore_eos=True))
         )
         own.step()
-        own.check()
+        check_engine(own)
     shared = [pages[:2] for pages in own.decoder.pages.rows]
     assert len(shared) == 4
     assert len({tuple(each) for each in shared}) == 1
     assert [own.decoder.pages.uses[page] for page in shared[0]] == [4, 4]
     own.run()
-    own.check()
+    check_engine(own)
     for number, request in enumerate(made):
         alone = Engine(dw.Decoder(lab(FAMILIES[-1]).target))
         one = alone.submit([*prompt, number + 5], request.sampling)
@@ -209,7 +209,7 @@ def test_a_row_with_nan_leaves_nothing_behind(folder_of):
     for _ in range(3):
         broken, fine = own.submit(bad, sampling), own.submit(good, sampling)
         own.run()
-        own.check()
+        check_engine(own)
         assert broken.finish_reason == "error"
         assert fine.token_ids == wanted.token_ids
     assert own.stats.num_prefix_hits == 2 * (len(good) - 2)  # only the good request's
@@ -253,7 +253,7 @@ def test_recorded_forwards_look_into_pages_too(family, dtype, folder_of):
         own.step()
         if dice.random() < 0.2:
             own.preempt()
-        own.check()
+        check_engine(own)
     alone = Engine(dw.Decoder(plain))
     wanted = [alone.submit(prompt, Sampling(max_tokens=15, ignore_eos=True)) for prompt in prompts]
     alone.run()
@@ -291,7 +291,7 @@ def test_what_a_head_has_not_read_is_not_kept(lab):
     own = engine_of(here, "eagle3-dynamic")
     lazy = own.submit(prompt, Sampling(max_tokens=80, ignore_eos=True), speculation="none")
     own.run()
-    own.check()
+    check_engine(own)
     request, found = decoded(own, [*prompt, *lazy.token_ids])
     fresh, _ = decoded(engine_of(here, "eagle3-dynamic"), [*prompt, *lazy.token_ids])
     assert found == 2 * PAGE - 2  # the prompt but its last entry, which needs the next token

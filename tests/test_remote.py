@@ -12,7 +12,7 @@ from fsspec.registry import known_implementations
 from conftest import refused
 from draftwing import remote
 from draftwing.errors import DataError
-from draftwing.lab.bench_sets import find_files as find_sets
+from draftwing.lab.bench import find_files as find_sets
 from draftwing.remote import download, is_url, local_copy, public_name
 from draftwing.text.prompts import read_prompts
 from draftwing.train.answer_batch import BatchAnswerer

@@ -17,8 +17,7 @@ from draftwing.engine import EngineStats
 from draftwing.errors import SamplingError
 from draftwing.methods.lookup import LookupDrafter
 from draftwing.request import Request
-from draftwing.sampling import Sampling
-from draftwing.sampling_options import nth_seed
+from draftwing.sampling import Sampling, nth_seed
 from draftwing.serve.app import Settings, make_app
 from draftwing.serve.auth import Guard
 from draftwing.serve.convert import Defaults

@@ -13,6 +13,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from conftest import check_engine
 from draftwing.serve.app import Settings, make_app
 from serving import chat_folder, load
 
@@ -42,7 +43,7 @@ def app(folder_of, tmp_path_factory):
     assert worker.state == "running"
     assert worker.num_open == 0
     assert worker.stop()
-    worker.engine.check()
+    check_engine(worker.engine)
 
 
 def fuzz(app, path, method, mode, count):

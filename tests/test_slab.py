@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from draftwing.cpu.args import MAX_KEPT_BLOCKS, MAX_OVERSIZE, BufferPool
 from draftwing.cpu.library import CACHE_LINE_BYTES, HUGE_PAGE_BYTES, SHARED_BYTES, HugePageArena
+from draftwing.cpu.runner import MAX_KEPT_BLOCKS, MAX_OVERSIZE, BufferPool
 
 
 def test_memory_is_handed_out_again_once_nobody_looks_at_it():

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 import draftwing as dw
-from conftest import TEXTS, add_tokenizer, build, refused
+from conftest import TEXTS, add_tokenizer, build, check_engine, refused
 from draftwing.errors import ConfigError, DraftwingWarning, TokenizerError
-from draftwing.lab.report import describe_lm
+from draftwing.lab.machine import describe_lm
 from draftwing.loading import load_drafter, load_target
 from draftwing.methods.registry import diagnose
 from draftwing.models.resolve import resolve
@@ -255,7 +255,7 @@ def test_a_draft_model_of_another_tokenizer_shares_the_memory(folders):
         for _ in range(2):
             requests = [engine.submit(prompt, dw.Sampling(**sampling)) for prompt in prompts]
             engine.run()
-            engine.check()
+            check_engine(engine)
             assert [request.token_ids for request in requests] == expected
         drafted.append(requests[0].stats.num_drafted)
     assert drafted[0] < drafted[1]

@@ -43,10 +43,14 @@ class Draws(Protocol):
 
 
 class KeyedDraws:
-    """Uniform draws keyed on (seed, position of the step, number of the draw): no state outlives the step."""
+    """Uniform draws keyed on (seed, position of the step, number of the draw): no state outlives the step.
+
+    Attributes:
+        drawn: the number drawn by the last ``accept``.
+    """
 
     def __init__(self, seed: int, position: int) -> None:
-        self._seed, self._position, self._count = seed, position, 0
+        self._seed, self._position, self._count, self.drawn = seed, position, 0, 0.0
 
     def _next(self) -> float:
         bits = hash_bits(self._seed, (ACCEPT, self._position, self._count), torch.zeros((), dtype=torch.int64))
@@ -54,7 +58,8 @@ class KeyedDraws:
         return float(uniform(bits))
 
     def accept(self, prob: float) -> bool:
-        return self._next() < prob
+        self.drawn = self._next()
+        return self.drawn < prob
 
     def pick(self, probs: Tensor) -> int:
         mass = probs.double().cumsum(0)
@@ -163,13 +168,15 @@ def children_of(parents: Sequence[int], node: int) -> list[int]:
     return [child for child in range(node + 1, len(parents)) if parents[child] == node]
 
 
-def _ratio(p: Tensor, q: Tensor, token: int) -> float:
-    above, below = float(p[token]), float(q[token])
-    return min(1.0, above / below) if below > 0 else float(above > 0)
-
-
 def multi_round(
-    tokens: Sequence[int], parents: Sequence[int], p: Tensor, q: Tensor, draws: Draws, *, replacement: bool
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    p: Tensor,
+    q: Tensor,
+    draws: Draws,
+    *,
+    replacement: bool,
+    on_try: Callable[[int, Tensor, Tensor, float, bool], None] = lambda *_: None,
 ) -> tuple[list[int], int]:
     """Recursive rejection sampling over siblings: SpecInfer (2305.09781), Sequoia alg. 2 (2402.12374).
 
@@ -181,6 +188,7 @@ def multi_round(
         q: (N, V) the draft distribution from which each node's children were drawn.
         draws: the random decisions.
         replacement: whether siblings were drawn independently; else q loses each tried token.
+        on_try: called with every tried node, p and q (V,) then, the probability of keeping it, and True if it was kept.
 
     Returns:
         The kept nodes (root first) and the bonus token.
@@ -191,7 +199,11 @@ def multi_round(
         target, draft = p[node], q[node]
         for child in children_of(parents, node):
             token = tokens[child]
-            if draws.accept(_ratio(target, draft, token)):
+            above, below = float(target[token]), float(draft[token])
+            prob = min(1.0, above / below) if below > 0 else float(above > 0)
+            is_kept = draws.accept(prob)
+            on_try(child, target, draft, prob, is_kept)
+            if is_kept:
                 path.append(child)
                 break
             target = residual(target, draft)
@@ -285,10 +297,6 @@ def _rowwise(pure: PureRule) -> AcceptRule:
     return rule
 
 
-def _never(tree: DraftTree, logits: Tensor, sampling: SamplingBatch, starts: Sequence[int]) -> Accepted | None:
-    return None
-
-
 @dataclass(frozen=True)
 class Rule:
     """An acceptance rule and what it asks of the drafter.
@@ -309,7 +317,7 @@ class Rule:
     lossless: bool = True
     children: str = "keyed"
     chain_only: bool = False
-    early: Callable[[DraftTree, Tensor, SamplingBatch, Sequence[int]], Accepted | None] = _never
+    early: Callable[[DraftTree, Tensor, SamplingBatch, Sequence[int]], Accepted | None] = lambda *_: None
     is_match: bool = False
 
 

@@ -28,7 +28,6 @@ from draftwing.budget.planner import Planner
 from draftwing.checks import BATCH_SIZE, Argument, check_arguments
 from draftwing.cpu.noise import noise_of
 from draftwing.errors import ConfigError, DraftwingError, DraftwingWarning, UnsupportedError, shown
-from draftwing.limits import RowBudgets, budget_for_rule, names_of
 from draftwing.masks import Masks
 from draftwing.methods.base import BUDGET_ARGUMENT, Budget, Drafter, NoDrafter, check_drafter, no_probs
 from draftwing.models.context import Context, Row, TargetOutput
@@ -37,7 +36,7 @@ from draftwing.models.paged import PAGE, PagedCache, PageTable, pages_of
 from draftwing.models.target import DraftFailed, StepResult, Target
 from draftwing.noise import AcceptArgs
 from draftwing.readout import add_node_distributions, explain, get_logprobs, read_emitted
-from draftwing.request import Request
+from draftwing.request import Request, RowBudgets, budget_for_rule, names_of
 from draftwing.runtime.forward import PREFILL_CHUNK
 from draftwing.runtime.graphs import RECORDED
 from draftwing.runtime.tree_builder import cut_to_depth, prune_by_rule

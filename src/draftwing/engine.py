@@ -25,11 +25,10 @@ from typing import Any
 from draftwing.checks import BATCH_SIZE, MAX_TOKENS, Argument, check_arguments, listed
 from draftwing.constraint import Constraint
 from draftwing.decode import MAX_ROWS, Decoder, Prefill, tree_slots
-from draftwing.errors import ConfigError, DraftwingError, PromptError, SlotsError, shown
-from draftwing.limits import AtMost, budget_for_rule, check_constraint, check_drafts
+from draftwing.errors import ConfigError, DraftwingError, PromptError, shown
 from draftwing.methods.base import Budget
 from draftwing.models.paged import PAGE, PageTable, SlotsExhausted, pages_of
-from draftwing.request import Request
+from draftwing.request import AtMost, Request, budget_for_rule, check_constraint, check_drafts
 from draftwing.runtime.forward import PREFILL_CHUNK
 from draftwing.sampling import Sampling
 from draftwing.stats import Step
@@ -82,35 +81,6 @@ def rank(request: Request) -> tuple[int, int]:
     return -request.priority, request.id
 
 
-class Queue:
-    """Waiting requests. Any thread may append; only the stepping thread takes them out."""
-
-    def __init__(self) -> None:
-        self._inbox: deque[Request] = deque()  # appended since the last call of ``first``
-        self._heap: list[tuple[tuple[int, int], int, Request]] = []
-        self._count = itertools.count()
-
-    def __len__(self) -> int:
-        return len(self._inbox) + len(self._heap)
-
-    def append(self, request: Request) -> None:
-        """Add a request; a preempted one regains its former place."""
-        self._inbox.append(request)
-
-    def first(self) -> Request:
-        """The next request, which stays in the queue until it is dropped. The queue must not be empty."""
-        while self._inbox:
-            request = self._inbox[0]
-            heapq.heappush(self._heap, (rank(request), next(self._count), request))
-            self._inbox.popleft()  # only now: an interrupt must not lose it
-        return self._heap[0][2]
-
-    def drop(self, request: Request) -> None:
-        """Remove a request if it is still the first."""
-        if self._heap and self._heap[0][2] is request:
-            heapq.heappop(self._heap)
-
-
 class Engine:
     """Decodes submitted requests, at most ``max_batch`` at once; rows that end make room for waiting ones.
 
@@ -146,7 +116,9 @@ class Engine:
         self._max_batch = max_batch or (math.inf if decoder.pages is None else MAX_ROWS)
         decoder.is_lone = max_batch == 1
         self.prefill: Prefill | None = None
-        self._waiting = Queue()
+        # Waiting requests. Any thread appends to the inbox; the thread that steps sorts them by ``rank`` into the heap.
+        self._inbox: deque[Request] = deque()
+        self._heap: list[tuple[tuple[int, int], Request]] = []
         self._timed: list[Request] = []  # with a deadline
         self._ids = itertools.count()
         self._num_preempted = 0
@@ -164,7 +136,7 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for a row, or whose prompt is being read."""
-        return len(self._waiting) + (self.prefill is not None)
+        return len(self._inbox) + len(self._heap) + (self.prefill is not None)
 
     @property
     def stats(self) -> EngineStats:
@@ -229,7 +201,7 @@ class Engine:
             next(self._ids), prompt_ids, sampling, budget, self._tokenizer, reference_ids,
             constraint, drafts, priority, deadline,
         )  # fmt: skip
-        self._waiting.append(request)
+        self._inbox.append(request)
         if deadline is not None:
             self._timed.append(request)
         return request
@@ -282,8 +254,8 @@ class Engine:
         Raises:
             ConfigError: there is nothing to decode.
         """
-        pages, waiting = self.decoder.pages, self._waiting
-        if pages is not None or self.prefill is not None or self._timed or self._has_cancelled or len(waiting):
+        is_paged, has_waiting = self.decoder.pages is not None, self._inbox or self._heap
+        if is_paged or has_waiting or self.prefill is not None or self._timed or self._has_cancelled:
             self._fill()
         return self._advance()
 
@@ -359,17 +331,20 @@ class Engine:
                 return True
             stop = min(prefill.done + PREFILL_CHUNK, prefill.row.length) + 1
             return self._num_wanted(decoder.pages) + pages_of(stop) - len(prefill.pages) <= decoder.pages.num_available
-        while self._waiting:
-            request = self._waiting.first()
+        while self._inbox or self._heap:
+            while self._inbox:
+                heapq.heappush(self._heap, (rank(self._inbox[0]), self._inbox[0]))
+                self._inbox.popleft()  # only now: an interrupt must not lose it
+            request = self._heap[0][1]
             if request.finish_reason is None and request not in decoder.running:
                 if len(decoder.running) >= self._max_batch:
                     return False
                 if decoder.pages is not None and decoder.running and not self._fits(decoder.pages, request):
                     return False
                 self.prefill = decoder.begin(request)
-                self._waiting.drop(request)  # only now: an interrupt must not lose it
+                heapq.heappop(self._heap)  # only now: an interrupt must not lose it
                 return True
-            self._waiting.drop(request)
+            heapq.heappop(self._heap)
         return False
 
     def _read(self, max_tokens: float) -> int:
@@ -396,7 +371,7 @@ class Engine:
         assert self.prefill is not None
         self.decoder.drop(self.prefill)
         if waits:
-            self._waiting.append(self.prefill.request)
+            self._inbox.append(self.prefill.request)
         self.prefill = None
 
     # --- memory ----------------------------------------------------------------------------------------------------
@@ -451,37 +426,10 @@ class Engine:
         elif last is None or len(decoder.running) < 2:
             return False
         else:
-            self._waiting.append(last)  # before it loses its row: an interrupt must not lose it
+            self._inbox.append(last)  # before it loses its row: an interrupt must not lose it
             decoder.preempt(last)
         self._num_preempted += 1
         return True
-
-    # --- checks ----------------------------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Check that requests, rows, the drafter's rows and pages agree.
-
-        Raises:
-            SlotsError: they do not, which is a bug of Draftwing.
-        """
-        decoder = self.decoder
-        decoder.recover()
-        drafter, rows, bug = decoder.drafter, decoder.ctx.rows, "this is a bug of Draftwing"
-        if len(rows) != len(decoder.running):
-            raise SlotsError(f"{len(decoder.running)} requests run in {len(rows)} rows: {bug}")
-        for place, (request, row) in enumerate(zip(decoder.running, rows, strict=True)):
-            if row.tokens != [*request.prompt_ids, *request.token_ids] or row.length != len(row.tokens) - 1:
-                raise SlotsError(f"row {place} does not hold the text of request {request.id}: {bug}")
-        if drafter.resumes:
-            read, lengths = drafter.num_read, [row.length for row in rows]
-            if len(read) != len(rows) or any(num > length for num, length in zip(read, lengths, strict=True)):
-                raise SlotsError(f"{drafter.name} has read {read} tokens of rows of {lengths}: {bug}")
-        if decoder.pages is not None:
-            if len(decoder.pages.rows) != len(decoder.running):
-                raise SlotsError(
-                    f"{len(decoder.running)} requests run, and {len(decoder.pages.rows)} rows hold slots: {bug}"
-                )
-            decoder.pages.check(self._prefill_pages())
 
 
 def _checked_references(references: Any, vocab_size: int) -> list[list[int]]:

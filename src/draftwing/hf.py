@@ -36,8 +36,7 @@ from draftwing.models.adapter import CACHES, AdapterTarget
 from draftwing.models.resolve import resolve
 from draftwing.models.target import Target
 from draftwing.request import with_seed
-from draftwing.sampling import Sampling, SamplingBatch
-from draftwing.sampling_options import nth_seed
+from draftwing.sampling import Sampling, SamplingBatch, nth_seed
 from draftwing.stats import Stats
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.tree import PAD, Accepted, DraftTree
@@ -177,15 +176,13 @@ class CustomGenerate:
         generation_config: Any,
         stop_strings: str | Sequence[str] | None = None,
         seed: int | None = None,
-        stream_to: Any = None,
         **prepared: Any,
     ) -> Any:
         """Decode; called by ``generate``.
 
-        ``generate`` passes ``stop_strings``, ``seed`` and ``stream_to`` on because they are in this signature.
+        ``generate`` passes ``stop_strings`` and ``seed`` on because they are in this signature.
 
         Args:
-            stream_to: a second streamer, which receives the same tokens as ``generate``'s own.
             prepared: logits processors, stopping criteria and the model's inputs.
 
         Returns:
@@ -208,10 +205,6 @@ class CustomGenerate:
         is_dict = bool(generation_config.return_dict_in_generate)
         cache = _cache_to_fill(prepared, is_returned=is_dict)
         check_arguments(_ARGUMENTS, {"seed": seed})
-        if stream_to is not None and not (
-            callable(getattr(stream_to, "put", None)) and callable(getattr(stream_to, "end", None))
-        ):
-            raise ConfigError(f"stream_to must be a streamer with put() and end(), found {shown(stream_to)}")
         prompts = _read_prompts(input_ids, prepared.get("attention_mask"), prepared.get("position_ids"))
         names = [name for name in ("output_scores", "output_logits") if is_dict and getattr(generation_config, name)]
         sampling, replay = self._read_processors(processors, bool(generation_config.do_sample), input_ids, names)
@@ -249,11 +242,7 @@ class CustomGenerate:
         pad = getattr(generation_config, "pad_token_id", None) if pad is None else pad
         if replay is not None:
             replay.decoder, replay.end_tokens = decoder, ends.tokens if ends.pads else ()
-        if stream_to is not None:
-            stream_to.put(input_ids.cpu())
-        vocab_size = target.vocab_size
-        streamers = [each for each in (streamer, stream_to) if each is not None]
-        columns, self.stats = _decode(engine, prompts, sampling, ends, int(pad or 0), vocab_size, streamers)
+        columns, self.stats = _decode(engine, prompts, sampling, ends, int(pad or 0), target.vocab_size, streamer)
         new = torch.tensor(columns, dtype=input_ids.dtype, device=input_ids.device).T
         sequences = torch.cat([input_ids, new], 1)
         if cache is not None:
@@ -661,11 +650,11 @@ def _decode(
     ends: _Ends,
     pad: int,
     vocab_size: int,
-    streamers: Sequence[Any],
+    streamer: Any,
 ) -> tuple[list[list[int]], Stats]:
     """Return the new tokens as columns with one token per row, and the statistics.
 
-    A column is complete, and sent to the streamers, when the last row has reached it. Rows that have ended are filled
+    A column is complete, and sent to the streamer, when the last row has reached it. Rows that have ended are filled
     with ``pad``. Rows after the first derive their seeds from the first one's.
     """
     end_tokens = tuple(token for token in ends.tokens if 0 <= token < vocab_size)  # some models use -1 for none
@@ -688,11 +677,11 @@ def _decode(
                 break
             columns.append([pad if row is None else row[len(columns)] for row in rows])
             ended = [old or new for old, new in zip(ended, ends(columns[-1], len(columns)), strict=True)]
-            for streamer in streamers:
+            if streamer is not None:
                 streamer.put(torch.tensor(columns[-1]))
         for request, is_over in zip(requests, ended, strict=True):
             if is_over and (ends.pads or all(ended)):
                 engine.cancel(request)
-    for streamer in streamers:
+    if streamer is not None:
         streamer.end()
     return columns, stats

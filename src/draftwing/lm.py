@@ -21,8 +21,7 @@ from draftwing.measure import measure
 from draftwing.methods.base import BUDGET_ARGUMENT, Budget, Drafter, NoDrafter
 from draftwing.models.target import Target
 from draftwing.request import Request
-from draftwing.sampling import Sampling
-from draftwing.sampling_options import nth_sampling, one_each, sampling_from
+from draftwing.sampling import Sampling, nth_sampling, one_each, sampling_from
 from draftwing.stats import Logprob, Stats, Step
 from draftwing.text.grammar import GrammarLike, Grammars, as_grammar
 from draftwing.text.prompts import Prompt, as_list, check_prompt
@@ -308,7 +307,8 @@ class LM:
             try:
                 step = await asyncio.shield(running)
             except asyncio.CancelledError:
-                running.add_done_callback(_ignore_result)
+                # An unused exception is retrieved, or asyncio would report that it never was.
+                running.add_done_callback(lambda done: None if done.cancelled() else done.exception())
                 raise
             if step is None:
                 return
@@ -370,9 +370,3 @@ class LM:
         if len(requests) == 1 and requests[0].error is not None:
             raise requests[0].error
         return [Generation.of(request) for request in requests]
-
-
-def _ignore_result(done: asyncio.Future[Any]) -> None:
-    """Retrieve an unused exception, which asyncio would report as never retrieved."""
-    if not done.cancelled():
-        done.exception()

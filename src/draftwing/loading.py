@@ -209,7 +209,9 @@ def load_target(
             raise problem from error  # the setting is why transformers was asked at all
     model.folder = folder
     _check_end_tokens(folder / "config.json", config.get("eos_token_id"), model.vocab_size)
-    model.eos_ids = tuple(dict.fromkeys([*model.eos_ids, *_generation_eos(folder, model.vocab_size)]))
+    file = folder / "generation_config.json"
+    eos = read_json_object(file).get("eos_token_id") if file.exists() else None  # Llama 3 has three there
+    model.eos_ids = tuple(dict.fromkeys([*model.eos_ids, *_check_end_tokens(file, eos, model.vocab_size)]))
     return model
 
 
@@ -351,10 +353,3 @@ def _check_end_tokens(file: Path, eos: Any, vocab_size: int) -> list[int]:
             f"{shown(eos)}: correct it, or download the file again"
         )
     return [token for token in ids if token >= 0]
-
-
-def _generation_eos(folder: Path, vocab_size: int) -> list[int]:
-    """Return the end tokens of generation_config.json (Llama 3 has three)."""
-    file = folder / "generation_config.json"
-    eos = read_json_object(file).get("eos_token_id") if file.exists() else None
-    return _check_end_tokens(file, eos, vocab_size)

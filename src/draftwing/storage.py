@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import difflib
 import errno
+import glob
 import json
 import os
+import shutil
 import stat
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ if sys.platform != "win32":  # there, output folders are not locked
     import fcntl
 
 _POSIX = os.name == "posix"
+_NUMBERS = count()
 _PATIENCE = 60.0  # seconds to wait for the lock of another process, which may be stopped
 _FIXES = {
     errno.ENOSPC: "the disk is full: make room, or write elsewhere",
@@ -148,6 +152,52 @@ def write_text(file: Path, text: str) -> None:
     """Write a text file, whole or not at all. Raises CheckpointError if it cannot be written."""
     with writing(file), replacing(file) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a folder to write to. It becomes ``folder`` when the block ends, and is deleted if the block fails.
+
+    If ``folder`` exists, its files of the same names are replaced, and others stay.
+    """
+    remove_leftovers(folder)
+    partial = partial_name(folder)
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        try:
+            partial.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+            # The config last: a folder with a config has the weights that belong to it, but for a moment.
+            for file in sorted(partial.iterdir(), key=lambda file: file.name == "config.json"):
+                os.replace(file, folder / file.name)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def partial_name(path: Path) -> Path:
+    """Return the name under which a file or folder is written before it is complete, different for each writer."""
+    return path.with_name(f".{path.name}.{next(_NUMBERS)}.{os.getpid()}.partial")
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove the partial files and folders of writers of ``path`` that were killed."""
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
+        if not _is_running(leftover.suffixes[-2].removeprefix(".")):
+            with suppress(OSError):
+                leftover.unlink() if leftover.is_file() else shutil.rmtree(leftover)
+
+
+def _is_running(process: str) -> bool:
+    if not _POSIX or not process.isdigit():
+        return True
+    try:
+        os.kill(int(process), 0)
+    except (OSError, OverflowError) as error:
+        return not isinstance(error, ProcessLookupError)
+    return True
 
 
 @contextmanager

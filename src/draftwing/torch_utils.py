@@ -57,25 +57,29 @@ def joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
     """``torch.cat``; a single piece is returned unchanged."""
     if len(pieces) == 1:
         return pieces[0]
-    if not _suits(pieces[0], sum(piece.nbytes for piece in pieces)):
+    size = sum(piece.nbytes for piece in pieces)
+    arrays = [array for piece in pieces if (array := _as_array(piece, size)) is not None]
+    if not arrays:
         return torch.cat(list(pieces), dim)
-    return torch.from_numpy(np.concatenate([_array(piece) for piece in pieces], dim)).view(pieces[0].dtype)
+    return torch.from_numpy(np.concatenate(arrays, dim)).view(pieces[0].dtype)
 
 
 def put(into: Tensor, values: Tensor) -> None:
     """``into[...] = values``, of the same dtype and device."""
-    if _suits(into, into.nbytes):
-        _array(into)[...] = _array(values)
-    else:
+    array = _as_array(into, into.nbytes)
+    if array is None:
         into[...] = values
+    else:
+        array[...] = _as_array(values, 0)
 
 
 def clear(tensor: Tensor) -> None:
     """Fill with zeros."""
-    if _suits(tensor, tensor.nbytes):
-        _array(tensor)[...] = 0
-    else:
+    array = _as_array(tensor, tensor.nbytes)
+    if array is None:
         tensor.zero_()
+    else:
+        array[...] = 0
 
 
 def filled(shape: Sequence[int], value: float) -> Tensor:
@@ -85,9 +89,8 @@ def filled(shape: Sequence[int], value: float) -> Tensor:
     return torch.from_numpy(np.full(shape, value, np.float32))
 
 
-def _suits(tensor: Tensor, size: int) -> bool:
-    return tensor.device.type == "cpu" and size <= MAX_COPY_BYTES
-
-
-def _array(tensor: Tensor) -> np.ndarray:
+def _as_array(tensor: Tensor, size: int) -> np.ndarray | None:
+    """The tensor's memory, if the calling thread should copy ``size`` bytes into or out of it; else None."""
+    if tensor.device.type != "cpu" or size > MAX_COPY_BYTES:
+        return None
     return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()

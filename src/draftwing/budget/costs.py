@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, combinations, pairwise
-from typing import Any
 
 from draftwing.budget.config import CONFIG
 
@@ -137,10 +136,6 @@ class Costs:
             return self.chain(1)
         (first, low), (last, high) = knots[0], knots[-1]
         return max(high - low, 0.0) / (last - first)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the costs as JSON values."""
-        return asdict(self)
 
 
 # Shares of a baseline step, from SmolLM2-135M in int8 with an EAGLE-3 head (two cores, AVX2).

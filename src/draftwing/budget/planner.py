@@ -72,12 +72,6 @@ class Arm:
         self.bias = self._emitted / self._predicted
         self.plays, self.last_step = self.plays + 1, step
 
-    def fade(self) -> None:
-        """Reduce the weight of past steps to that of a prediction, since they may no longer be true."""
-        if self.weight > CONFIG.prior_weight:
-            keep = CONFIG.prior_weight / self.weight
-            self.weight, self.seconds, self.tokens = keep * self.weight, keep * self.seconds, keep * self.tokens
-
     @property
     def speed(self) -> float:
         """Measured tokens per second of each row."""
@@ -155,9 +149,10 @@ class Bandit:
         )
 
     def begin_request(self) -> None:
-        """Reduce the weight of drafts in earlier requests, and probe soon."""
+        """Reduce the weight of earlier drafts to that of a prediction, since they may no longer be true; probe soon."""
         for arm in self.arms[1:]:
-            arm.fade()
+            keep = CONFIG.prior_weight / max(arm.weight, CONFIG.prior_weight)
+            arm.weight, arm.seconds, arm.tokens = keep * arm.weight, keep * arm.seconds, keep * arm.tokens
         self.interval = CONFIG.first_interval
         self.next_probe = min(self.next_probe, self.steps + self.interval // 2)
 
@@ -202,13 +197,13 @@ class Planner:
             bandit = self._bandit_for(rows, max_nodes)
             if bandit is not self._bandit:
                 self._bandit, self._budgets = bandit, []
-            if rows == 1 and ctx.rows[0] is not self._request:
+            begins = rows == 1 and ctx.rows[0] is not self._request
+            if begins:
                 self._end_request()
                 self._request, self._request_bandit = ctx.rows[0], self._bandit
                 self._bandit.begin_request()
-            if not self._budgets or len(self._unlearned) >= min(
-                CONFIG.learn_every, 1 + self._bandit.steps // CONFIG.learn_every
-            ):
+            num_steps = min(CONFIG.learn_every, 1 + self._bandit.steps // CONFIG.learn_every)
+            if not self._budgets or (len(self._unlearned) >= num_steps and not begins):  # a first token is not delayed
                 self._learn(rows, max_nodes or MAX_NODES, children)
             return self._budgets[self._bandit.choose(self._speedups)]
 

@@ -114,8 +114,7 @@ def bench(
     elif out is None:
         raise ConfigError("bench keeps what it measures in a folder: give --out, such as --out results")
     else:
-        from draftwing.lab.bench import Plan, describe_settings, open_journal, run
-        from draftwing.lab.bench_sets import find_files, read_set
+        from draftwing.lab.bench import Plan, describe_settings, find_files, open_journal, read_set, run
         from draftwing.loading import load
 
         found = find_files([*(sets or ()), *(files or ())], progress)

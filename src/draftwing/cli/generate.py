@@ -75,7 +75,7 @@ def generate(
     - `draftwing generate --prompts prompts.jsonl --json`
     - `draftwing generate "Name a city." -t chat-model --json-schema '{"properties": {"city": {"type": "string"}}}'`
     """
-    from draftwing.lab.report import describe_run, record
+    from draftwing.lab.machine import describe_run, record
 
     checked, grammar = sampling.to_sampling(logprobs), constraint.read()
     given = _read(prompt, prompts)

@@ -151,8 +151,7 @@ def info(
     - `draftwing info --bandwidth`
     - `draftwing info -t path/or/hub-id -d path/or/smaller --json`
     """
-    from draftwing.lab.machine import describe_machine, read_bandwidth
-    from draftwing.lab.report import describe_costs, describe_lm
+    from draftwing.lab.machine import describe_costs, describe_lm, describe_machine, read_bandwidth
 
     lm = model.load(draft)
     sections = {**describe_lm(lm), "machine": describe_machine()}

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftwing.cpu.args import AcceptResult
 from draftwing.cpu.library import Kernel, get_kernel, kernel_notice
+from draftwing.cpu.runner import AcceptResult
 from draftwing.errors import DraftwingWarning
 from draftwing.noise import AcceptArgs, Filters, KeyedNoise
 from draftwing.tree import Accepted, DraftTree

@@ -17,7 +17,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -29,7 +29,7 @@ from draftwing.formats.gguf import GgufFile, Metadata, is_gguf, open_file, short
 from draftwing.formats.gguf_tokenizer import end_ids, special_id, tokenizer_config, tokenizer_json
 from draftwing.models.config import ModelConfig
 from draftwing.models.families import FAMILIES, ExpertTraits, Family, Key
-from draftwing.storage import private_folder
+from draftwing.storage import new_folder, private_folder
 
 LINK = "model.gguf"
 _FORM = 2  # version of the written files: a higher one replaces all folders
@@ -97,29 +97,18 @@ def _folder_name(path: Path) -> str:
 
 
 def _make_folder(base: Path, name: str, path: Path) -> Path:
-    """Write the folder under another name and rename it, so that no process sees half of one."""
     final = base / name
     if _is_complete(final, path):
         return final
     with closing(open_file(path)) as file:
         files = folder_files(file)
-    fresh = Path(tempfile.mkdtemp(prefix=".new-", dir=base))
-    try:
+    with new_folder(final) as partial:
         for file_name, text in files.items():
-            (fresh / file_name).write_text(text, encoding="utf-8")
+            (partial / file_name).write_text(text, encoding="utf-8")
         try:
-            os.symlink(path, fresh / LINK)
+            os.symlink(path, partial / LINK)
         except OSError:  # Windows allows it to few users
-            os.link(path, fresh / LINK)
-        if final.exists():  # parts of it were deleted
-            os.rename(final, fresh / "old")
-        with suppress(OSError):  # another process was faster
-            os.rename(fresh, final)
-        if not _is_complete(final, path):
-            raise OSError(f"{final}: cannot be made")
-        shutil.rmtree(final / "old", ignore_errors=True)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+            os.link(path, partial / LINK)
     return final
 
 

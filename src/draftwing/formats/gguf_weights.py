@@ -13,11 +13,10 @@ import json
 import math
 import os
 import re
-import secrets
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -47,6 +46,7 @@ from draftwing.models.weights import (
     dequantized,
     joined,
 )
+from draftwing.storage import new_folder
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -375,21 +375,15 @@ def import_gguf(
             shards[-1][name] = size
         total = sum(sizes.values())
         _check_room(out, total + sum(len(text) for text in files.values()))
-        fresh = out.parent / f".{out.name}-{secrets.token_hex(4)}"
-        fresh.mkdir()
         try:
-            for name, text in files.items():
-                (fresh / name).write_text(text, encoding="utf-8")
-            _write_shards(fresh, weights, shards, dtype, lambda done: on_progress(done, total))
-            with suppress(FileNotFoundError):
-                out.rmdir()  # it was empty
-            os.rename(fresh, out)
+            with new_folder(out) as partial:
+                for name, text in files.items():
+                    (partial / name).write_text(text, encoding="utf-8")
+                _write_shards(partial, weights, shards, dtype, lambda done: on_progress(done, total))
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
             raise CheckpointError(f"{out}: the disk is full. Make room for {total / 1e9:.2f} GB.") from error
-        finally:
-            shutil.rmtree(fresh, ignore_errors=True)
         return ImportResult(out, len(sizes), dtype, total, dict(formats))
 
 

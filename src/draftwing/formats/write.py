@@ -18,7 +18,6 @@ the config, which the others ignore, so that the way back loses nothing.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import shutil
@@ -50,7 +49,7 @@ from draftwing.formats.tensors import LM_HEAD, to_maps
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
 from draftwing.methods.net import TargetId
 from draftwing.models.config import read_config
-from draftwing.storage import writing
+from draftwing.storage import new_folder, writing
 
 Config = dict[str, Any]
 
@@ -345,8 +344,7 @@ def write_folder(
 ) -> None:
     """Write ``config.json``, the weight file ``name`` (a ``.pt`` is pickled) and ``copies``, whole or not at all.
 
-    All are written into a folder next to ``folder`` and moved when they are complete; other files in ``folder`` stay.
-    ``pickled`` are further objects, by the names of their files.
+    Other files in ``folder`` stay. ``pickled`` are further objects, by the names of their files.
     """
     folder = Path(folder)
     check_destination(folder)
@@ -355,35 +353,24 @@ def write_folder(
         raise CheckpointError(
             f"{folder}: has {others[0]}, which some engines would read instead of {name}: choose an empty folder"
         )
-    partial = folder.parent / f".{folder.name}.{os.getpid()}.partial"
-    try:
-        with writing(folder):
-            partial.mkdir(parents=True)
-            plain = {key: tensor.detach().to("cpu").contiguous() for key, tensor in tensors.items()}
-            # The writer refuses tensors that share memory, as a tied copy does.
-            seen: set[int] = set()
-            for key, tensor in plain.items():
-                if tensor.numel() and tensor.untyped_storage().data_ptr() in seen:
-                    plain[key] = tensor.clone()
-                seen.add(tensor.untyped_storage().data_ptr())
-            if name.endswith(".pt"):
-                torch.save(plain, partial / name)
-            else:
-                save_file(plain, partial / name, metadata={"format": "pt"})
-            (partial / name).chmod(0o644)  # the writer's own mode lets no other user read it
-            (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            for file in copies:
-                shutil.copyfile(file, partial / file.name)
-            for file_name, value in (pickled or {}).items():
-                torch.save(value, partial / file_name)
-            if folder.exists():
-                # The config last: a folder with a config has the weights that belong to it, but for a moment.
-                for file in sorted(partial.iterdir(), key=lambda file: file.name == "config.json"):
-                    os.replace(file, folder / file.name)
-            else:
-                partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with writing(folder), new_folder(folder) as partial:
+        plain = {key: tensor.detach().to("cpu").contiguous() for key, tensor in tensors.items()}
+        # The writer refuses tensors that share memory, as a tied copy does.
+        seen: set[int] = set()
+        for key, tensor in plain.items():
+            if tensor.numel() and tensor.untyped_storage().data_ptr() in seen:
+                plain[key] = tensor.clone()
+            seen.add(tensor.untyped_storage().data_ptr())
+        if name.endswith(".pt"):
+            torch.save(plain, partial / name)
+        else:
+            save_file(plain, partial / name, metadata={"format": "pt"})
+        (partial / name).chmod(0o644)  # the writer's own mode lets no other user read it
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for file in copies:
+            shutil.copyfile(file, partial / file.name)
+        for file_name, value in (pickled or {}).items():
+            torch.save(value, partial / file_name)
 
 
 # --- conversion ------------------------------------------------------------------------------------------------------

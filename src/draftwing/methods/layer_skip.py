@@ -40,9 +40,10 @@ from draftwing.methods.method import DraftMethod, NewDrafter, Source, integer_op
 from draftwing.methods.net import TargetId
 from draftwing.methods.net_drafter import NetDrafter
 from draftwing.models.config import read_config
-from draftwing.models.context import Context, own_context
+from draftwing.models.context import Context
 from draftwing.models.lean import LeanContext, LeanTarget
 from draftwing.models.subnet import Parts, StartedForward, SubNet, lean_target, runner_over
+from draftwing.models.target import own_context
 from draftwing.runtime.forward import Runner
 from draftwing.runtime.tree_builder import Drafted, DraftRequest, VerifyRequest
 from draftwing.sampling import SamplingBatch

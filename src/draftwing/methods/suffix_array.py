@@ -10,11 +10,9 @@ the part of it that is drafted.
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
 import os
-import shutil
 import struct
 import zlib
 from bisect import bisect_left, bisect_right
@@ -32,7 +30,7 @@ from numpy.typing import NDArray
 from draftwing.errors import CheckpointError, ConfigError, TokenizerError, shown
 from draftwing.methods.base import ListTree
 from draftwing.models.config import read_config
-from draftwing.storage import writing
+from draftwing.storage import new_folder, partial_name, remove_leftovers, writing
 from draftwing.text.tokenizer import Tokenizer
 
 END = -1  # follows every text: no pattern contains it
@@ -230,8 +228,6 @@ MAGIC, VERSION = b"DWTEXTS\n", 1
 _ALIGN, BLOCK_BYTES = 64, 4 << 20
 NUM_CHECKED = 64  # blocks that are checked when a file is opened: the first, the last, and evenly spaced ones
 
-_NUMBERS = count()
-
 
 @dataclass(frozen=True)
 class Store:
@@ -272,29 +268,6 @@ def write_store(path: Path, parts: Sequence[SuffixArray], about: Mapping[str, An
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
-
-
-def partial_name(path: Path) -> Path:
-    """Return the name under which a file or folder is written before it is complete, different for each writer."""
-    return path.with_name(f".{path.name}.{next(_NUMBERS)}.{os.getpid()}.partial")
-
-
-def remove_leftovers(path: Path) -> None:
-    """Remove the partial files of writers of ``path`` that were killed."""
-    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
-        if not _is_running(leftover.suffixes[-2].removeprefix(".")):
-            with suppress(OSError):
-                leftover.unlink() if leftover.is_file() else shutil.rmtree(leftover)
-
-
-def _is_running(process: str) -> bool:
-    if os.name != "posix" or not process.isdigit():
-        return True
-    try:
-        os.kill(int(process), 0)
-    except (OSError, OverflowError) as error:
-        return not isinstance(error, ProcessLookupError)
-    return True
 
 
 def read_store(path: Path, *, whole: bool = False) -> Store:
@@ -388,17 +361,10 @@ def write_datastore(folder: Path, texts: SuffixArray, about: Mapping[str, Any]) 
     check_new_datastore(folder)
     identity = hashlib.sha256(np.ascontiguousarray(texts.tokens).data).hexdigest()[:16]
     about = {**about, "num_tokens": len(texts) - about["num_texts"], "identity": identity}
-    partial = partial_name(folder)
-    try:
-        with writing(folder):
-            partial.mkdir(parents=True)
-            write_store(partial / TEXTS_FILE, [texts], about)
-            config = {"draftwing": {"kind": DATASTORE_KIND, **about}}
-            (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            partial.rename(folder)
-    finally:
-        with suppress(OSError):
-            shutil.rmtree(partial, ignore_errors=True)
+    with writing(folder), new_folder(folder) as partial:
+        write_store(partial / TEXTS_FILE, [texts], about)
+        config = {"draftwing": {"kind": DATASTORE_KIND, **about}}
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return read_datastore(folder)
 
 

@@ -32,9 +32,9 @@ from torch import Tensor
 from draftwing.errors import CheckpointError, DraftwingWarning, UnsupportedError
 from draftwing.formats.gguf_folder import link_of
 from draftwing.models import length_rope
-from draftwing.models.context import NO_FEATURES, Context, FeatureSpec, Row, TargetOutput, own_context
+from draftwing.models.context import NO_FEATURES, Context, FeatureSpec, Row, TargetOutput
 from draftwing.models.linear import Embedding, Linear
-from draftwing.models.target import Target
+from draftwing.models.target import Target, own_context
 from draftwing.models.weights import check_finite
 from draftwing.noise import AcceptArgs
 from draftwing.tree import PAD, Accepted, DraftTree, depth_first, latest_state

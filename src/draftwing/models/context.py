@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from draftwing.errors import ConfigError
 from draftwing.sampling import History
 from draftwing.torch_utils import on_device
 from draftwing.tree import Accepted, DraftTree
@@ -114,13 +112,3 @@ class Context:
         padded = [row.tokens[: row.length] + [0] * (longest - row.length) for row in self.rows]
         prompts = self.tensor([row.prompt_length for row in self.rows])
         return History(self.tensor(padded).view(self.num_rows, longest), self.tensor(self.lengths), prompts)
-
-
-C = TypeVar("C", bound=Context)
-
-
-def own_context(ctx: Context, kind: type[C]) -> C:
-    """Narrow the context to a target's class. Raises ConfigError if another class of target made it."""
-    if not isinstance(ctx, kind):
-        raise ConfigError("this context was made by another class of target: use one from this target's new_context()")
-    return ctx

@@ -29,7 +29,7 @@ from draftwing.methods.net_drafter import NetDrafter
 from draftwing.models.attention import Attend, HeadTraits
 from draftwing.models.cache import KVCache, check_kv_dtype
 from draftwing.models.config import ModelConfig, module_names, num_modules, read_config
-from draftwing.models.context import NO_FEATURES, Context, FeatureSpec, Row, TargetOutput, own_context
+from draftwing.models.context import NO_FEATURES, Context, FeatureSpec, Row, TargetOutput
 from draftwing.models.families import ExpertTraits
 from draftwing.models.layers import (
     ClampedMLP,
@@ -52,7 +52,7 @@ from draftwing.models.linear import Embedding, Layout, Linear, check_arithmetic,
 from draftwing.models.lora import LoraWeights
 from draftwing.models.recurrent import GatedDelta
 from draftwing.models.rope import LayeredRotary, Rotary
-from draftwing.models.target import Target
+from draftwing.models.target import Target, own_context
 from draftwing.models.weights import Stored, Weights, check_finite, mxfp4_blocks
 from draftwing.noise import AcceptArgs
 from draftwing.runtime.choose import runtime_for

@@ -9,12 +9,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from draftwing.errors import PromptError, UnsupportedError, shown
+from draftwing.errors import ConfigError, PromptError, UnsupportedError, shown
 from draftwing.methods.base import Budget, Drafter
 from draftwing.models.context import NO_FEATURES, Context, FeatureSpec, Row, TargetOutput
 from draftwing.models.linear import Embedding, Linear
@@ -282,3 +282,13 @@ class Target(ABC):
                 f"token id {shown(least if least < 0 else most)} is outside the vocabulary of {self.vocab_size} of "
                 f"{self.name}: was the prompt encoded with another tokenizer?"
             )
+
+
+C = TypeVar("C", bound=Context)
+
+
+def own_context(ctx: Context, kind: type[C]) -> C:
+    """Narrow the context to a target's class. Raises ConfigError if another class of target made it."""
+    if not isinstance(ctx, kind):
+        raise ConfigError("this context was made by another class of target: use one from this target's new_context()")
+    return ctx

@@ -10,11 +10,10 @@ from typing import Any
 
 from draftwing.engine import Engine
 from draftwing.errors import ConfigError, DraftwingError, SamplingError, shown
-from draftwing.limits import AtMost
 from draftwing.lm import LM
 from draftwing.methods.base import Budget, cut_to_nodes
-from draftwing.sampling import Sampling
-from draftwing.sampling_options import model_settings, nth_seed
+from draftwing.request import AtMost
+from draftwing.sampling import Sampling, model_settings, nth_sampling
 from draftwing.serve.errors import Refusal, refusal_for
 from draftwing.serve.models import ChatBody, CompletionBody, Speculation
 from draftwing.serve.tool_calls import CLOSE, OPEN
@@ -272,9 +271,7 @@ def _parse(
                 "context_length_exceeded",
             )
         sampling = _sampling(body, defaults, logprobs, min(max_tokens or defaults.max_tokens or room, room))
-        for number in range(n):
-            seed = sampling.seed if sampling.seed is None else nth_seed(sampling.seed, number)
-            sequences.append((ids, replace(sampling, seed=seed)))
+        sequences += [(ids, nth_sampling(sampling, number)) for number in range(n)]
     return ParsedRequest(sequences, options)
 
 

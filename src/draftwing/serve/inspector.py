@@ -17,10 +17,10 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 from draftwing.errors import ConfigError, DraftwingError, shown
-from draftwing.limits import names_of
 from draftwing.lm import LM
 from draftwing.methods.base import Drafter
 from draftwing.methods.ensemble import CombinedDrafter
+from draftwing.request import names_of
 from draftwing.serve.convert import Defaults, parse_chat, parse_completion
 from draftwing.serve.errors import Refusal, dumps, refusal_for
 from draftwing.serve.models import ChatBody, CompletionBody, Message

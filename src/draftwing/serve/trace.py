@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwing.accept import RULES, KeyedDraws, Rule, children_of, multi_round, residual, without
+from draftwing.accept import RULES, KeyedDraws, Rule, multi_round, residual
 from draftwing.decode import Decoder
 from draftwing.dialogue import pieces_of
 from draftwing.errors import ConfigError
@@ -133,17 +133,6 @@ _NUM_TOP = 6  # tokens listed per distribution
 _CHAIN, _TREE = Budget(4), Budget(2, 3)
 
 
-class _RecordedDraws(KeyedDraws):
-    def __init__(self, seed: int, position: int) -> None:
-        super().__init__(seed, position)
-        self.tries: list[tuple[float, float, bool]] = []  # probability, uniform draw, accepted
-
-    def accept(self, prob: float) -> bool:
-        drawn = self._next()
-        self.tries.append((prob, drawn, drawn < prob))
-        return drawn < prob
-
-
 def lesson(
     target: Target,
     new_drafter: Callable[[], Drafter],
@@ -163,15 +152,8 @@ def lesson(
         distribution is the residual after a rejection.
     """
     temperature = sampling.temperature or 1.0
-    sampling = replace(
-        sampling,
-        temperature=temperature,
-        max_tokens=_CHAIN.depth + 2,
-        ignore_eos=True,
-        logprobs=None,
-        node_distributions=0,
-        stop=(),
-    )
+    ends: dict[str, Any] = {"max_tokens": _CHAIN.depth + 2, "ignore_eos": True, "stop": ()}
+    sampling = replace(sampling, temperature=temperature, logprobs=None, node_distributions=0, **ends)
     result: dict[str, Any] = {"temperature": temperature}
     for name, budget in (("chain", _CHAIN), ("tree", _TREE)):
         is_chain = name == "chain"  # sampled with replacement
@@ -192,9 +174,31 @@ def lesson(
             parents = [place.get(int(tree.parents[0, node]), -1) for node in used]
             p_NV = batch.probs(scores)[0, used].double().cpu()
             q_NV = p_NV if tree.draft_probs is None else tree.draft_probs[0, used].double().cpu()
-            draws = _RecordedDraws(batch.seeds[0], starts[0])
-            path, bonus = multi_round(tokens, parents, p_NV, q_NV, draws, replacement=is_chain)
-            result[name] = _explain(tokens, parents, p_NV, q_NV, draws, bonus, names, replacement=is_chain)
+            draws, tries, last_V = KeyedDraws(batch.seeds[0], starts[0]), list[dict[str, Any]](), p_NV[0]
+
+            def on_try(child: int, p_V: Tensor, q_V: Tensor, accept: float, is_kept: bool) -> None:
+                nonlocal last_V
+                token = tokens[child]
+                tries.append(
+                    {
+                        "node": child,
+                        "parent": parents[child],
+                        "id": token,
+                        "text": names(token),
+                        "accept": accept,
+                        "u": draws.drawn,
+                        "kept": is_kept,
+                        "p": float(p_V[token]),
+                        "q": float(q_V[token]),
+                        "distributions": _likeliest(p_V, q_V, token, names),
+                    }
+                )
+                last_V = p_NV[child] if is_kept else residual(p_V, q_V)
+
+            path, bonus = multi_round(tokens, parents, p_NV, q_NV, draws, replacement=is_chain, on_try=on_try)
+            last = {"id": bonus, "text": names(bonus), "distributions": _likeliest(last_V, None, bonus, names)}
+            last["is_rest"] = bool(tries) and not tries[-1]["kept"]
+            result[name] = {"root": {"id": tokens[0], "text": names(tokens[0])}, "tries": tries, "last": last}
             device = tree.tokens.device
             kept = torch.tensor([[used[node] for node in path]], device=device)
             return Accepted(kept, torch.tensor([len(path) - 1], device=device), torch.tensor([bonus], device=device))
@@ -207,40 +211,13 @@ def lesson(
     return result
 
 
-def _explain(
-    tokens: list[int], parents: list[int], p_NV: Tensor, q_NV: Tensor, draws: _RecordedDraws, bonus: int,
-    names: TokenNames, *, replacement: bool,
-) -> dict[str, Any]:  # fmt: skip
-    """Repeat the walk of ``multi_round`` with its recorded draws, and describe each try."""
-
-    def top(p_V: Tensor, q_V: Tensor | None, token: int) -> list[dict[str, Any]]:
-        """Return the likeliest tokens of both distributions, and ``token``, by p."""
-        distributions = [p_V] if q_V is None else [p_V, q_V]
-        likely = [
-            t for probs in distributions for t in probs.topk(min(_NUM_TOP, len(probs))).indices.tolist() if probs[t] > 0
-        ]
-        return [
-            {"id": t, "text": names(t), "p": float(p_V[t]), "q": None if q_V is None else float(q_V[t])}
-            for t in sorted(dict.fromkeys([token, *likely]), key=lambda t: -float(p_V[t]))
-        ]
-
-    tries: list[dict[str, Any]] = []
-    draw, node, p_V, q_V, is_rest = iter(draws.tries), 0, p_NV[0], q_NV[0], False
-    children = children_of(parents, node)
-    while children:
-        child = children.pop(0)
-        token, (accept, drawn, kept) = tokens[child], next(draw)
-        tries.append(
-            {
-                "node": child, "parent": node, "id": token, "text": names(token), "accept": accept, "u": drawn,
-                "p": float(p_V[token]), "q": float(q_V[token]), "kept": kept, "distributions": top(p_V, q_V, token),
-            }
-        )  # fmt: skip
-        if kept:
-            node, p_V, q_V, is_rest = child, p_NV[child], q_NV[child], False
-            children = children_of(parents, node)
-        else:
-            p_V, is_rest = residual(p_V, q_V), True
-            q_V = q_V if replacement else without(q_V, token)
-    last = {"id": bonus, "text": names(bonus), "distributions": top(p_V, None, bonus), "is_rest": is_rest}
-    return {"root": {"id": tokens[0], "text": names(tokens[0])}, "tries": tries, "last": last}
+def _likeliest(p_V: Tensor, q_V: Tensor | None, token: int, names: TokenNames) -> list[dict[str, Any]]:
+    """Return the likeliest tokens of both distributions, and ``token``, by p."""
+    distributions = [p_V] if q_V is None else [p_V, q_V]
+    likely = [
+        t for probs in distributions for t in probs.topk(min(_NUM_TOP, len(probs))).indices.tolist() if probs[t] > 0
+    ]
+    return [
+        {"id": t, "text": names(t), "p": float(p_V[t]), "q": None if q_V is None else float(q_V[t])}
+        for t in sorted(dict.fromkeys([token, *likely]), key=lambda t: -float(p_V[t]))
+    ]

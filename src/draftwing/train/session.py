@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -50,10 +50,6 @@ from draftwing.train.trainer import CHECKPOINT, Progress, Trainer, read_metrics
 
 T = TypeVar("T")
 START_TOKENS = 16384  # on which a new net's weights are solved before it is trained, or one epoch
-
-
-def _unseen(title: str) -> AbstractContextManager[OnProgress]:
-    return nullcontext(lambda done, total: None)
 
 
 @dataclass
@@ -126,7 +122,7 @@ def prepare(
     dtype: str | None = None,
     device: str | None = None,
     layers: bool = True,
-    phase: Phase = _unseen,
+    phase: Phase = lambda title: nullcontext(lambda done, total: None),
 ) -> Session:
     """Load the target and the data, and make the net.
 
