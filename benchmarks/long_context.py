@@ -19,7 +19,7 @@ import statistics
 import sysconfig
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -288,7 +288,7 @@ def main(
         result = {
             "points": [{"view": v, "rows": r, "context": c, **each.figures()} for (v, r, c), each in found.items()],
             "inflections": lines,
-            "costs": {str(view): each.to_dict() for view, each in costs.items()},
+            "costs": {str(view): asdict(each) for view, each in costs.items()},
             "settings": {
                 "target": short(target), "stretched": is_stretched, "draft": draft, "gamma": gamma, "steps": steps,
                 "rounds": rounds, "temperature": temperature, "weights": quantize, "runtime": model.runtime,
