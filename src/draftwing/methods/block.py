@@ -26,7 +26,7 @@ from draftwing.methods.base import Drafter
 from draftwing.methods.method import NetMethod, NewNet
 from draftwing.methods.net import DraftNet, Scored
 from draftwing.methods.net_drafter import EagleDrafter
-from draftwing.methods.objectives import CHUNK, GPU_CHUNK, DraftLoss, StepGuesses, TruthLike, tv
+from draftwing.methods.objectives import CHUNK, GPU_CHUNK, DraftLoss, StepGuesses, Truth, tv
 from draftwing.models.attention import Attend
 from draftwing.models.linear import Linear
 from draftwing.models.target import Target
@@ -184,7 +184,7 @@ class BlockLoss(DraftLoss):
     """
 
     def extra_loss(
-        self, read: Tensor, weight: Tensor, truth: TruthLike, where: Tensor, dtype: torch.dtype
+        self, read: Tensor, weight: Tensor, truth: Truth, where: Tensor, dtype: torch.dtype
     ) -> Tensor | None:
         """Compare the net's confidence with 1 - TV, the share of its guesses that sampling keeps."""
         confidence = self.net.confidence_logits(read)

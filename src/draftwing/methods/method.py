@@ -23,6 +23,7 @@ from draftwing.methods.base import Drafter
 from draftwing.methods.net import DraftNet, Scored, TargetId
 from draftwing.methods.net_drafter import EagleDrafter
 from draftwing.methods.online import Learner, LearningPace, OnlineDrafter
+from draftwing.methods.unroll import UnrolledLoss
 from draftwing.models.config import ModelConfig
 from draftwing.models.linear import Embedding, Linear
 from draftwing.models.target import Target
@@ -141,7 +142,7 @@ class NetMethod(DraftMethod):
         layouts: head layouts that it can be written in.
         settings: training options that shape the network (``train.options.NET_SETTINGS``); a network with its own LM
             head may have ``draft_vocab_size``.
-        loss: makes the training loss from the arguments of ``train.loss.UnrolledLoss``, the default (None).
+        loss: makes the training loss, a ``DraftLoss``, from the arguments of ``UnrolledLoss``.
         calibrates: fit scores to probabilities during training (``train.evaluate``).
     """
 
@@ -149,7 +150,7 @@ class NetMethod(DraftMethod):
     config: type[Any]
     layouts: tuple[str, ...] = ("draftwing",)
     settings: tuple[str, ...] = ()
-    loss: Callable[..., Any] | None = None
+    loss: Callable[..., Any] = UnrolledLoss
     calibrates: bool = True
     options: ClassVar[Mapping[str, Callable[[Any], Any]]] = {
         "online": _learning_share,

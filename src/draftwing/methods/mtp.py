@@ -37,7 +37,7 @@ from draftwing.methods.base import Drafter
 from draftwing.methods.method import NetMethod, NewDrafter, NewNet, Source, integer_option
 from draftwing.methods.net import LAYER_FIELDS, DraftNet, PlainConfig, Scored, TargetId
 from draftwing.methods.net_drafter import EagleDrafter
-from draftwing.methods.objectives import DraftLoss, StepGuesses, StepSums, TruthLike
+from draftwing.methods.objectives import DraftLoss, StepGuesses, StepSums, Truth
 from draftwing.models.attention import Attend, CausalAttention
 from draftwing.models.config import Activation, ModelConfig, MtpNames, architecture_of, module_names, read_config
 from draftwing.models.context import Context, Row, TargetOutput
@@ -183,7 +183,7 @@ class MtpLoss(DraftLoss):
                 f"ones: leave it out"
             )
 
-    def forward(self, scored: Scored, truth: TruthLike, *, agreement: bool = False) -> list[StepSums]:
+    def forward(self, scored: Scored, truth: Truth, *, agreement: bool = False) -> list[StepSums]:
         share = LAMBDA / self.num_steps
         return [replace(sums, loss=sums.loss * share) for sums in super().forward(scored, truth, agreement=agreement)]
 
