@@ -19,6 +19,7 @@ from draftwing.formats.card import copy_card, copy_stored
 from draftwing.formats.doctor import Finding
 from draftwing.formats.identity import head_id, target_id
 from draftwing.formats.plain import PlainHead, diagnose_plain, load_plain, save_plain
+from draftwing.formats.write import check_source
 from draftwing.methods.base import Drafter
 from draftwing.methods.net import DraftNet, Scored, TargetId
 from draftwing.methods.net_drafter import EagleDrafter
@@ -225,12 +226,22 @@ class NetMethod(DraftMethod):
         save_plain(folder, PlainHead.from_net(net, training))
 
     def convert(self, source: Path, destination: Path, to: str, **options: Any) -> None:
-        """Write a head in another layout; see ``formats.write.convert`` for the options."""
-        if to != "draftwing":
-            raise ConfigError(f"unknown head layout {to!r}: a {self.name} head is written as draftwing alone")
-        save_plain(destination, self.read_head(source, options.get("target")))
+        """Write a head in one of ``layouts``, with prompts and card; see ``formats.write.convert`` for the options."""
+        check_source(source, destination)
+        target = options.get("target")
+        command = self.save_head(destination, self.read_head(source, target), to, target)
         copy_stored(source, destination)
-        copy_card(source, destination, to)
+        if command is not None:
+            copy_card(source, destination, to, command)
+
+    def save_head(self, folder: Path, head: PlainHead, layout: str, target: TargetId | None) -> str | None:
+        """Write a head, of ``target`` if it is known, in one of ``layouts``.
+
+        Returns:
+            The command that serves it, empty if no engine reads the layout; None for pickled weights without a card.
+        """
+        save_plain(folder, head)
+        return ""
 
     def diagnose(self, folder: Path, target: Path | None) -> list[Finding]:
         """Examine a head, given the folder of its target or None, for ``draftwing doctor``."""
