@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import count
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -234,11 +233,7 @@ class BlockMethod(NetMethod):
     loss = BlockLoss
 
     def new(self, new: NewNet) -> Any:
-        """Return an untrained network with as many levels as the run has steps, by default as the config has."""
-        fields = {name: value for name, value in new.settings.items() if value is not None}
-        if "unroll_steps" in fields:
-            fields |= self.config.for_levels(fields.pop("unroll_steps"))
-        return super().new(replace(new, settings=fields)).start_from(new.head)
+        return super().new(new).start_from(new.head)
 
     def drafter(self, net: Any, target: Target, name: str = "", identity: str = "") -> Drafter:
         return BlockDrafter(net, target, name, identity)

@@ -99,7 +99,7 @@ class NewNet:
     embedding: Tensor  # the target's, not prepacked, like ``head``
     head: Linear
     target_ids: Tensor | None  # (V_draft,) ascending, or None for the whole vocabulary
-    settings: Mapping[str, Any]  # the training options named in ``NetMethod.settings``
+    settings: Mapping[str, Any]  # the training options named in ``NetMethod.settings``; None: by default
     folder: Path = Path()  # the target's
 
 
@@ -254,9 +254,11 @@ class NetMethod(DraftMethod):
         return (num_layers,)
 
     def new(self, new: NewNet) -> Any:
-        """Return an untrained network."""
-        shape = {name: value for name, value in new.settings.items() if name != "draft_vocab_size"}
-        config = self.config.for_target(new.like, new.taps, target=new.target, **shape)
+        """Return an untrained network; ``unroll_steps`` is the number of tokens that it guesses at once."""
+        fields = {name: value for name, value in new.settings.items() if value is not None}
+        if "unroll_steps" in fields:
+            fields |= self.config.for_levels(fields.pop("unroll_steps"))
+        config = self.config.for_target(new.like, new.taps, target=new.target, **fields)
         return self.net(config, new.embedding, new.head, new.target_ids)
 
     def start(self, net: Any, target_head: Linear, batches: Iterable[Scored]) -> None:
