@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from draftwing.errors import CheckpointError, ConfigError, DraftwingError, UnsupportedError
 from draftwing.formats.doctor import Finding
 from draftwing.formats.identity import target_id_of_folder
-from draftwing.formats.plain import DRAFT_IDS, PlainHead, check_ids, load_plain, own_block
+from draftwing.formats.plain import DRAFT_IDS, PlainHead, check_ids, load_plain, own_block, target_finding
 from draftwing.formats.read import read_pickled, read_tensors
 from draftwing.formats.settings import is_medusa
 from draftwing.formats.write import write_folder
@@ -317,12 +317,7 @@ class Medusa(BlockMethod):
             detail = f"its config says {stated} heads, and it has {count}: Draftwing uses all that are there"
             fix = f"for engines that go by the config, write {count} there, or convert the head"
             findings.append(Finding("count", "warn", detail, fix))
-        if config.target is None:
-            findings.append(Finding("target", "unknown", "the head does not name the target it was trained for"))
-        elif target_id is None:
-            findings.append(Finding("target", "unknown", f"it is for {config.target.name}, and no target was given"))
-        else:
-            findings.append(Finding("target", "ok", "the one that it was trained for"))
+        findings.append(target_finding(head, target_id))
         if head.target_ids is not None:
             share = f"{len(head.target_ids):,} of {config.vocab_size:,} tokens"
             findings.append(Finding("vocabulary", "ok", f"drafts {share}, the others never"))
