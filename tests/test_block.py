@@ -29,8 +29,9 @@ from draftwing.methods.eagle import ParallelDrafter
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
 from draftwing.methods.medusa import PICKLE, load_medusa
 from draftwing.methods.method import NewNet
-from draftwing.methods.objectives import OBJECTIVES
+from draftwing.methods.objectives import OBJECTIVES, Truth
 from draftwing.methods.registry import convert, diagnose, get_method, method_of_folder
+from draftwing.methods.unroll import UnrolledLoss
 from draftwing.models.attention import CausalAttention
 from draftwing.models.config import ModelConfig, read_config
 from draftwing.models.context import Context, FeatureSpec, Row
@@ -38,7 +39,6 @@ from draftwing.runtime.tree_builder import TreeBuilder
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.train.data import Batch
 from draftwing.train.features import FeatureBatch
-from draftwing.train.loss import Truth, UnrolledLoss
 from draftwing.train.options import TrainOptions
 from draftwing.tree import PAD
 from test_exact import erratic

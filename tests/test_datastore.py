@@ -33,9 +33,9 @@ from draftwing.methods.suffix_array import (
     write_store,
 )
 from draftwing.text.tokenizer import Tokenizer
-from draftwing.train.datastore import build_datastore, read_texts
+from draftwing.train.data import read_texts
 
-ABOUT = {"target": "tiny", "vocab_size": 50, "vocab_hash": "", "num_texts": 3, "num_files": 1}
+ABOUT = {"target": "tiny", "vocab_size": 50, "vocab_hash": "", "num_files": 1}
 
 
 @pytest.fixture(scope="module")
@@ -118,16 +118,16 @@ def test_info(store):
 
 def test_progress_reaches_the_end(target, files):
     seen = []
-    texts = read_texts([files], Tokenizer(target), on_progress=lambda done, total: seen.append((done, total)))
+    _, num_files = read_texts([files], Tokenizer(target), on_progress=lambda done, total: seen.append((done, total)))
     total = sum(path.stat().st_size for path in files.iterdir())
     assert seen[-1] == (total, total)
-    assert texts.num_files == 2
+    assert num_files == 2
 
 
 def test_what_build_refuses(target, files, store, tmp_path):
     tokenizer = Tokenizer(target)
     with refused(ConfigError, str(store), "is there already", "choose another folder"):
-        build_datastore(store, read_texts([files], tokenizer), tokenizer, "tiny")
+        write_datastore(store, SuffixArray(read_texts([files], tokenizer)[0]), ABOUT)
     with refused(DataError, "nowhere", "no such file"):
         read_texts([tmp_path / "nowhere"], tokenizer)
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
@@ -144,7 +144,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with refused(CheckpointError, str(tmp_path / "store"), "cannot be written", "No space left"):
-        write_datastore(tmp_path / "store", SuffixArray(join_texts([[1, 2]])), {**ABOUT, "num_texts": 1})
+        write_datastore(tmp_path / "store", SuffixArray(join_texts([[1, 2]])), ABOUT)
     assert list(tmp_path.iterdir()) == []
 
 

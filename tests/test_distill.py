@@ -19,12 +19,11 @@ from draftwing.lab.forecast import collect
 from draftwing.loading import load, load_target
 from draftwing.methods.base import Budget
 from draftwing.methods.causal_lm import read_causal_lm
-from draftwing.methods.objectives import OBJECTIVES, AlignedLoss, head_loss, objective_named
+from draftwing.methods.objectives import OBJECTIVES, AlignedLoss, Truth, head_loss, objective_named
 from draftwing.methods.registry import convert, diagnose, get_method, method_of_folder
 from draftwing.models.lean import LeanTarget
 from draftwing.train.data import collate
 from draftwing.train.features import FeatureBatch, OnPolicyFeatures, scored
-from draftwing.train.loss import Truth
 from draftwing.train.options import TrainOptions
 from draftwing.train.session import RunFiles, Session, prepare
 from draftwing.train.trainer import read_checkpoint

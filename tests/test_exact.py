@@ -41,11 +41,12 @@ from draftwing.methods.magicdec import SelfDrafter, SnapKVSlots, WindowSlots
 from draftwing.methods.method import NewNet
 from draftwing.methods.mtp import ChainDrafter, MtpConfig, MtpLoss, MtpNet
 from draftwing.methods.net_drafter import EagleDrafter
-from draftwing.methods.objectives import OBJECTIVES, AlignedLoss
+from draftwing.methods.objectives import OBJECTIVES, AlignedLoss, Truth
 from draftwing.methods.online import Learner, LearningPace, OnlineDrafter
 from draftwing.methods.registry import get_method
 from draftwing.methods.retrieval import LlmaDrafter, Memory, RestDrafter, SuffixDrafter
 from draftwing.methods.suffix_array import SuffixArray, join_texts
+from draftwing.methods.unroll import UnrolledLoss
 from draftwing.models.adapter import AdapterTarget
 from draftwing.models.config import ModelConfig, read_config
 from draftwing.models.context import FeatureSpec
@@ -59,7 +60,6 @@ from draftwing.text.tokenizer import Tokenizer
 from draftwing.text.translate import Pieces, Translation
 from draftwing.train.data import Batch
 from draftwing.train.features import FeatureBatch
-from draftwing.train.loss import Truth, UnrolledLoss
 from draftwing.tree import PAD, DraftTree, GrowthRule
 from pairwise import cover, groups_of
 

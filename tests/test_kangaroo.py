@@ -13,14 +13,13 @@ from draftwing.decode import Decoder
 from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.methods.base import Budget
 from draftwing.methods.kangaroo import KangarooConfig, KangarooDrafter, KangarooNet
-from draftwing.methods.objectives import OBJECTIVES, AlignedLoss
+from draftwing.methods.objectives import OBJECTIVES, AlignedLoss, Truth
 from draftwing.models.adapter import AdapterTarget
 from draftwing.models.context import FeatureSpec
 from draftwing.models.lean import LeanTarget
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.train.data import Batch
 from draftwing.train.features import FeatureBatch
-from draftwing.train.loss import Truth
 
 PROMPTS = ["def add(", "for row in rows: print(row)\nfor row in"]
 

@@ -67,8 +67,7 @@ class Net:
         embedding = target.embedding if size is None else torch.randn(target.vocab_size, size)
         ids = None if self.num_draft is None else torch.randperm(target.vocab_size)[: self.num_draft].sort().values
         taps, own = entry.taps(like.num_layers), target_id(target)
-        usual = {"unroll_steps": None} if self.kind == "mtp" else {}
-        net = entry.new(NewNet(like, taps, own, embedding, target.head, ids, {**usual, **self.settings}))
+        net = entry.new(NewNet(like, taps, own, embedding, target.head, ids, self.settings))
         with torch.no_grad():
             for weight in net.parameters():
                 weight.add_(0.1 * torch.randn_like(weight))

@@ -19,7 +19,7 @@ from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
 from draftwing.loading import load_drafter, load_target
 from draftwing.methods.base import Budget
 from draftwing.methods.mtp import LAMBDA, MtpConfig, MtpLoss, MtpNet, read_modules
-from draftwing.methods.objectives import OBJECTIVES
+from draftwing.methods.objectives import OBJECTIVES, Truth
 from draftwing.models.attention import CausalAttention
 from draftwing.models.config import RopeConfig, read_config
 from draftwing.models.lean import LeanTarget
@@ -29,7 +29,6 @@ from draftwing.runtime.forward import Entries
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.train.data import Batch
 from draftwing.train.features import FeatureBatch
-from draftwing.train.loss import Truth
 from draftwing.tree import PAD, DraftTree
 
 VOCAB, HIDDEN = SMALL["vocab_size"], SMALL["hidden_size"]

@@ -12,11 +12,10 @@ from accelerate.state import AcceleratorState
 
 from draftwing.methods import objectives
 from draftwing.methods.eagle_net import EagleNet
-from draftwing.methods.objectives import OBJECTIVES, head_loss
+from draftwing.methods.objectives import OBJECTIVES, Truth, head_loss
 from draftwing.models.linear import Linear
 from draftwing.train.data import Batch
 from draftwing.train.features import FeatureBatch
-from draftwing.train.loss import Truth
 from draftwing.train.options import TrainOptions
 from draftwing.train.trainer import Trainer, make_optimizers, noise_seed, read_checkpoint
 from test_unroll import HIDDEN, VOCAB, SlowNet, random_net, random_text

@@ -37,12 +37,12 @@ from draftwing.methods.registry import (
     method_of_folder,
     register,
 )
+from draftwing.methods.unroll import UnrolledLoss
 from draftwing.models.layers import concat
 from draftwing.runtime.forward import Entries, TorchRuntime
 from draftwing.runtime.graphs import GraphRuntime
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.text.tokenizer import Tokenizer
-from draftwing.train.loss import UnrolledLoss
 from draftwing.train.options import TrainOptions
 from draftwing.tree import PAD, DraftTree
 from short_runs import new_target, short_run

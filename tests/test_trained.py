@@ -17,9 +17,9 @@ from draftwing.loading import load, load_drafter, load_target
 from draftwing.methods.base import Budget
 from draftwing.methods.calibration import Calibration
 from draftwing.methods.mtp import LAMBDA
+from draftwing.methods.objectives import Truth
 from draftwing.methods.registry import convert, diagnose, get_method, method_of_folder
 from draftwing.text.tokenizer import Tokenizer
-from draftwing.train.loss import Truth
 from draftwing.train.options import TrainOptions
 from draftwing.train.session import RunFiles, prepare
 from short_runs import new_target, short_run

@@ -215,7 +215,7 @@ def _place(answer: Mapping[str, Any]) -> str:
 def _print_rows(rows: Sequence[ResultRow], room: int) -> None:
     records: list[dict[str, str | Text]] = []
     for row in rows:
-        cells = row.cells(is_brief=True)
+        cells = row.cells()
         style = "green" if row.promise == "distribution" or row.keeps_promise else "red"
         records.append({**cells, "identical": Text(cells["identical"], style)})
     layout = next(layout for width, layout in _LAYOUTS.items() if room >= width or not width)

@@ -386,26 +386,30 @@ def build(
     - `draftwing datastore build answered.jsonl -t smollm2-135m-instruct -o answers-store --json`
     - `draftwing generate "def main(" --target path/or/hub-id --draft project-store`
     """
-    from draftwing.methods.suffix_array import check_new_datastore
+    from draftwing import __version__
+    from draftwing.methods.suffix_array import SuffixArray, check_new_datastore, write_datastore
     from draftwing.models.resolve import resolve
     from draftwing.text.tokenizer import Tokenizer
-    from draftwing.train.data import download_sources
-    from draftwing.train.datastore import build_datastore, read_texts
+    from draftwing.train.data import download_sources, read_texts
 
     check_new_datastore(out)
     download_sources(files, progress)
     tokenizer = Tokenizer(resolve(target))
     with progress("reading the texts, bytes") as on_progress:
-        texts = read_texts(files, tokenizer, on_progress)
-    with progress(f"sorting {len(texts.tokens):,} tokens"):
-        store = build_datastore(out, texts, tokenizer, target or default_model())
+        ids, num_files = read_texts(files, tokenizer, on_progress)
+    identity = {
+        "target": target or default_model(),
+        "vocab_size": max(tokenizer.fast.get_vocab().values()) + 1,
+        "vocab_hash": tokenizer.vocab_hash,
+    }
+    with progress(f"sorting {len(ids):,} tokens"):
+        about = {**identity, "num_files": num_files, "draftwing": __version__}
+        store = write_datastore(out, SuffixArray(ids), about)
     if as_json:
         screen.print_json(_describe(out, store))
         return
-    about = store.about
-    screen.line(
-        f"wrote {out}: {about['num_tokens']:,} tokens in {about['num_texts']:,} texts, {store.num_bytes / 1e6:,.1f} MB"
-    )
+    num_tokens, num_texts = store.about["num_tokens"], store.about["num_texts"]
+    screen.line(f"wrote {out}: {num_tokens:,} tokens in {num_texts:,} texts, {store.num_bytes / 1e6:,.1f} MB")
     screen.line(f"draft from it: draftwing generate ... --draft {out}", "dim")
 
 

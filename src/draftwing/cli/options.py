@@ -182,13 +182,9 @@ class Drafting:
             return None
         if self.tree in STATIC_TREES:
             return Budget(paths=STATIC_TREES[self.tree])
-        kind, _, numbers = self.tree.partition(":")
         try:
-            if kind == "chain":
-                return Budget(int(numbers))
-            if kind == "dynamic":
-                nodes, depth, width = map(int, numbers.split(","))
-                return Budget(depth, width, nodes)
+            if self.tree.startswith(("chain:", "dynamic:")):
+                return Budget.parse(self.tree)
             return Budget(paths=_read_paths(Path(self.tree)))
         except ConfigError as error:
             raise ConfigError(f"--tree {shown(self.tree)}: {error}") from error

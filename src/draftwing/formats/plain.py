@@ -52,7 +52,7 @@ class PlainHead:
 
     def check_target(self, target: TargetId | None, where: str) -> None:
         """Raise CheckpointError if it was trained for another target."""
-        check_same_target(getattr(self.config, "target", None), target, where)
+        check_same_target(self.config.target, target, where)
         if target is None:
             return
         if self.num_target_layers not in (None, target.num_layers):
@@ -60,7 +60,7 @@ class PlainHead:
                 f"{where}: the head is made for a target of {self.num_target_layers} layers, {target.name} has "
                 f"{target.num_layers}: load it with the target that it was trained for"
             )
-        last = max(getattr(self.config, "taps", (0,)))
+        last = max(self.config.taps)
         if last > target.num_layers:
             raise CheckpointError(
                 f"{where}: the head reads hidden state {last}, and {target.name} has {target.num_layers} layers: load "
@@ -122,9 +122,14 @@ def diagnose_plain(folder: Path, target: Path | None, kind: str, read: Callable[
         head.check_target(target_id, str(folder))
     except CheckpointError as error:
         return [readable, Finding("target", "fail", str(error), "load it with its own target")]
-    if target_id is None or getattr(head.config, "target", None) is None:
-        return [readable, Finding("target", "unknown", "the head does not name its target, or no target was given")]
-    return [readable, Finding("target", "ok", "the target that it was trained for")]
+    return [readable, target_finding(head, target_id)]
+
+
+def target_finding(head: PlainHead, target: TargetId | None) -> Finding:
+    """Return the finding for a head that fits ``target``, as far as both are known."""
+    if target is None or head.config.target is None:
+        return Finding("target", "unknown", "the head does not name its target, or no target was given")
+    return Finding("target", "ok", "the target that it was trained for")
 
 
 def check_ids(ids: Tensor, vocab_size: int, where: str) -> None:

@@ -22,6 +22,7 @@ from draftwing.lab.bench import Journal, Unit, settings_key
 
 NUM_RESAMPLES, LEVEL = 2000, 0.95
 MEAN = "mean of sets"
+NUM_SHOWN_DEPTHS = 3
 
 Array = NDArray[np.float64]
 Answer = tuple[dict[str, Any], dict[str, Any]]  # a record, and the part of it that one method measured
@@ -89,9 +90,9 @@ class Estimate:
     def to_dict(self) -> dict[str, Any]:
         return {"value": self.value, "low": self.low, "high": self.high}
 
-    def text(self, unit: str = "", *, has_interval: bool = True) -> str:
+    def text(self, unit: str = "") -> str:
         """Return for example ``1.61x [1.52-1.71]``."""
-        ends = f" [{self.low:.2f}-{self.high:.2f}]" if has_interval and self.low is not None else ""
+        ends = f" [{self.low:.2f}-{self.high:.2f}]" if self.low is not None else ""
         return f"{self.value:.2f}{unit}{ends}"
 
 
@@ -170,11 +171,10 @@ class ResultRow:
         """True unless the rule preserves the text and an answer differs."""
         return self.promise != "text" or self.num_identical == self.num_answers
 
-    def cells(self, *, is_brief: bool = False) -> dict[str, str]:
-        """Return the line as text by column; ``is_brief`` leaves out some intervals and deep levels."""
-        num_depths = 3 if is_brief else 10
-        alpha = [f"{value:.2f}".removeprefix("0") for value in self.alpha[:num_depths]]
-        alpha += ["..."] if len(self.alpha) > num_depths else []
+    def cells(self) -> dict[str, str]:
+        """Return the line as text by column, without some intervals and the acceptance of deep levels."""
+        alpha = [f"{value:.2f}".removeprefix("0") for value in self.alpha[:NUM_SHOWN_DEPTHS]]
+        alpha += ["..."] if len(self.alpha) > NUM_SHOWN_DEPTHS else []
         suffix = " (same distribution)" if self.promise == "distribution" else "" if self.lossless else ", LOSSY rule"
         return {
             "set": self.set,
@@ -185,13 +185,12 @@ class ResultRow:
             "n": str(self.num_questions),
             "tau": self.figures["tau"].text(),
             "speedup": self.figures["speedup"].text("x"),
-            "of means": self.figures["speedup_ratio_of_means"].text("x", has_interval=not is_brief),
-            "with prompt": self.figures["speedup_with_prompt"].text("x", has_interval=not is_brief),
+            "of means": f"{self.figures['speedup_ratio_of_means'].value:.2f}x",
+            "with prompt": f"{self.figures['speedup_with_prompt'].value:.2f}x",
             "tokens/s": f"{self.tokens_per_s:.1f}",
             "plain": f"{self.plain_tokens_per_s:.1f}",
             "alpha by depth": " ".join(alpha) or "-",
             "identical": f"{self.num_identical} of {self.num_answers}{suffix}",
-            "seconds": f"{self.seconds:.0f}",
         }
 
     def to_dict(self) -> dict[str, Any]:

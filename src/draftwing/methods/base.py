@@ -92,6 +92,17 @@ class Budget:
             return f"chain:{self.depth}"
         return f"dynamic:{self.nodes or 'all'},{self.depth},{self.width}"
 
+    @classmethod
+    def parse(cls, text: str) -> Budget:
+        """Return the budget of ``chain:DEPTH`` or ``dynamic:NODES,DEPTH,WIDTH``. Raises ValueError for other texts."""
+        kind, _, numbers = text.partition(":")
+        if kind == "chain":
+            return cls(int(numbers))
+        if kind == "dynamic":
+            nodes, depth, width = map(int, numbers.split(","))
+            return cls(depth, width, nodes)
+        raise ValueError("neither chain:DEPTH nor dynamic:NODES,DEPTH,WIDTH")
+
     @property
     def is_chain(self) -> bool:
         """True if no node has more than one child."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import count
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -26,7 +25,7 @@ from draftwing.methods.base import Drafter
 from draftwing.methods.method import NetMethod, NewNet
 from draftwing.methods.net import DraftNet, Scored
 from draftwing.methods.net_drafter import EagleDrafter
-from draftwing.methods.objectives import CHUNK, GPU_CHUNK, DraftLoss, StepGuesses, TruthLike, tv
+from draftwing.methods.objectives import CHUNK, GPU_CHUNK, DraftLoss, StepGuesses, Truth, tv
 from draftwing.models.attention import Attend
 from draftwing.models.linear import Linear
 from draftwing.models.target import Target
@@ -184,7 +183,7 @@ class BlockLoss(DraftLoss):
     """
 
     def extra_loss(
-        self, read: Tensor, weight: Tensor, truth: TruthLike, where: Tensor, dtype: torch.dtype
+        self, read: Tensor, weight: Tensor, truth: Truth, where: Tensor, dtype: torch.dtype
     ) -> Tensor | None:
         """Compare the net's confidence with 1 - TV, the share of its guesses that sampling keeps."""
         confidence = self.net.confidence_logits(read)
@@ -234,11 +233,7 @@ class BlockMethod(NetMethod):
     loss = BlockLoss
 
     def new(self, new: NewNet) -> Any:
-        """Return an untrained network with as many levels as the run has steps, by default as the config has."""
-        fields = {name: value for name, value in new.settings.items() if value is not None}
-        if "unroll_steps" in fields:
-            fields |= self.config.for_levels(fields.pop("unroll_steps"))
-        return super().new(replace(new, settings=fields)).start_from(new.head)
+        return super().new(new).start_from(new.head)
 
     def drafter(self, net: Any, target: Target, name: str = "", identity: str = "") -> Drafter:
         return BlockDrafter(net, target, name, identity)

@@ -25,13 +25,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.errors import ConfigError, UnsupportedError
-from draftwing.formats.card import copy_card, copy_stored
 from draftwing.formats.dflash import load_dflash, save_dflash
 from draftwing.formats.plain import PlainHead
 from draftwing.formats.read import same_matrix
 from draftwing.formats.settings import OTHER_ENGINE, dflash_kind
 from draftwing.formats.tensors import EMBEDDING
-from draftwing.formats.write import check_source, command_for
+from draftwing.formats.write import command_for
 from draftwing.methods.block import BlockMethod, BlockNet, Guess
 from draftwing.methods.net import LAYER_FIELDS, PlainConfig, TargetId
 from draftwing.models.attention import Attend, Attention, HeadTraits
@@ -258,19 +257,15 @@ class DFlash(BlockMethod):
         head.check_target(target, str(folder))
         return head
 
-    def convert(self, source: Path, destination: Path, to: str, **options: Any) -> None:
-        if to == "draftwing" or to not in self.layouts:
-            super().convert(source, destination, to, **options)
-            return
-        check_source(source, destination)
-        target = options.get("target")
-        head, name = self.read_head(source, target), "TARGET" if target is None else target.name
+    def save_head(self, folder: Path, head: PlainHead, layout: str, target: TargetId | None) -> str | None:
+        if layout == "draftwing":
+            return super().save_head(folder, head, layout, target)
         if head.config.target is None and target is not None:
             head = replace(head, config=replace(head.config, target=target))
-        save_dflash(destination, head, to)
-        copy_stored(source, destination)
+        save_dflash(folder, head, layout)
         levels = head.config.block_size - 1 + head.config.from_anchor
-        copy_card(source, destination, to, command_for(to, name, destination.resolve().name, self.name, levels))
+        name = "TARGET" if target is None else target.name
+        return command_for(layout, name, folder.resolve().name, self.name, levels)
 
     def fit_head(
         self, head: PlainHead, embedding: Tensor | Embedding, target_head: Linear | None, where: str

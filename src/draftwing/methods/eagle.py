@@ -321,8 +321,7 @@ class Eagle1(NetMethod):
 
     def new(self, new: NewNet) -> EagleNet:
         size = None if new.target_ids is None else len(new.target_ids)
-        shape = {name: value for name, value in new.settings.items() if name != "draft_vocab_size"}
-        config = EagleConfig.for_target(self.version, new.like, size, taps=new.taps, target=new.target, **shape)
+        config = EagleConfig.for_target(self.version, new.like, size, taps=new.taps, target=new.target, **new.settings)
         return EagleNet(config, new.embedding, new.head, new.target_ids)
 
     def start(self, net: Any, target_head: Linear, batches: Iterable[Scored]) -> None:

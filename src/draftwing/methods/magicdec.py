@@ -40,9 +40,16 @@ from draftwing.torch_utils import inference
 
 
 class WindowSlots:
-    """The first ``sinks`` slots and the last ones, ``budget`` in all, the same in all layers."""
+    """The first ``sinks`` slots and the last ones, ``budget`` in all, the same in all layers.
+
+    Raises ConfigError if there is no room for the last ones.
+    """
 
     def __init__(self, budget: int = 512, sinks: int = 4) -> None:
+        if sinks >= budget:
+            raise ConfigError(
+                f"draft_options: sinks must be fewer than budget, found {sinks} of {budget}: leave room for a window"
+            )
         self.budget, self._sinks = budget, sinks
         self.name, self.settings = f"self-window:{budget}", f"{sinks} sinks"
 
@@ -83,6 +90,9 @@ class SnapKVSlots:
         grain: adjacent slots that are chosen together: 16 are stored together in the CPU kernel.
         refresh: tokens after which slots are chosen again; 0: never.
         per_head: choose slots for each KV head instead of each layer.
+
+    Raises:
+        ConfigError: the budget holds no more than the window.
     """
 
     def __init__(
@@ -95,6 +105,11 @@ class SnapKVSlots:
         *,
         per_head: bool = True,
     ) -> None:
+        if window + 2 * grain > budget:
+            raise ConfigError(
+                f"draft_options: budget must hold the window and twice the grain, found {budget} for {window} and "
+                f"{grain}: give a budget of at least {window + 2 * grain}"
+            )
         self.budget, self._window, self._pool, self._grain = budget, window, pool, grain
         self._refresh, self._per_head = refresh, per_head
         scope, self.name = "each KV head's own" if per_head else "each layer's", f"self-snapkv:{budget}"
@@ -243,12 +258,7 @@ class SelfWindow(DraftMethod):
     options: ClassVar = {"budget": integer_option("budget", 2, _MAX), "sinks": integer_option("sinks", 0, _MAX)}
 
     def new_drafter(self, source: Source) -> NewDrafter:
-        budget, sinks = (source.options.get(name, default) for name, default in (("budget", 512), ("sinks", 4)))
-        if sinks >= budget:
-            raise ConfigError(
-                f"draft_options: sinks must be fewer than budget, found {sinks} of {budget}: leave room for a window"
-            )
-        return _maker(source.target, partial(WindowSlots, budget, sinks))
+        return _maker(source.target, partial(WindowSlots, **source.options))
 
 
 class SelfSnapKV(DraftMethod):
@@ -262,11 +272,4 @@ class SelfSnapKV(DraftMethod):
     }
 
     def new_drafter(self, source: Source) -> NewDrafter:
-        defaults = {"budget": 512, "window": 32, "grain": 16}
-        budget, window, grain = ({**defaults, **source.options}[name] for name in defaults)
-        if window + 2 * grain > budget:
-            raise ConfigError(
-                f"draft_options: budget must hold the window and twice the grain, found {budget} for {window} and "
-                f"{grain}: give a budget of at least {window + 2 * grain}"
-            )
         return _maker(source.target, partial(SnapKVSlots, **source.options))

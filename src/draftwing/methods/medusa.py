@@ -32,13 +32,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError, ConfigError, DraftwingError, UnsupportedError
-from draftwing.formats.card import copy_card, copy_stored
 from draftwing.formats.doctor import Finding
 from draftwing.formats.identity import target_id_of_folder
-from draftwing.formats.plain import DRAFT_IDS, PlainHead, check_ids, load_plain, own_block, save_plain
+from draftwing.formats.plain import DRAFT_IDS, PlainHead, check_ids, load_plain, own_block, target_finding
 from draftwing.formats.read import read_pickled, read_tensors
 from draftwing.formats.settings import is_medusa
-from draftwing.formats.write import check_source, write_folder
+from draftwing.formats.write import write_folder
 from draftwing.methods.block import BlockMethod, BlockNet, Guess
 from draftwing.methods.net import DraftNet, PlainConfig, TargetId
 from draftwing.models.config import RopeConfig, read_config
@@ -143,7 +142,6 @@ def heads_weight(net: DraftNet, target_head: Linear) -> Tensor:
 
 # --- reading heads ---------------------------------------------------------------------------------------------------
 
-LAYOUTS = ("draftwing", "vllm", "medusa")
 PICKLE = "medusa_lm_head.pt"
 _NAMES = tuple(
     re.compile(pattern)
@@ -283,7 +281,7 @@ class Medusa(BlockMethod):
     net = MedusaNet
     config = MedusaConfig
     settings = ("unroll_steps", "draft_vocab_size", "num_layers")
-    layouts = LAYOUTS
+    layouts = ("draftwing", "vllm", "medusa")
 
     def recognises(self, config: Mapping[str, Any], folder: Path) -> bool:
         return is_medusa(config)
@@ -291,23 +289,17 @@ class Medusa(BlockMethod):
     def read_head(self, folder: Path, target: TargetId | None) -> PlainHead:
         return load_medusa(folder, target)
 
-    def convert(self, source: Path, destination: Path, to: str, **options: Any) -> None:
-        if to not in LAYOUTS:
-            raise ConfigError(f"unknown layout {to!r} of a Medusa head: choose one of {', '.join(LAYOUTS)}")
-        check_source(source, destination)
-        head = load_medusa(source, options.get("target"))
-        if to == "draftwing":
-            save_plain(destination, head)
-        elif not head.config.own_heads:
+    def save_head(self, folder: Path, head: PlainHead, layout: str, target: TargetId | None) -> str | None:
+        if layout == "draftwing":
+            return super().save_head(folder, head, layout, target)
+        if not head.config.own_heads:
             raise UnsupportedError(
-                f"{source}: uses the target's LM head, which the layout {to!r} would have to hold: keep it as draftwing"
+                f"this head uses the target's LM head, which the layout {layout!r} would have to hold: keep it as "
+                f"draftwing"
             )
-        else:
-            config, tensors, file = _vllm(head) if to == "vllm" else _authors(head)
-            write_folder(destination, {**config, "draftwing": own_block(head)}, tensors, file)
-        copy_stored(source, destination)
-        if to != "medusa":  # cards are not written for pickled files
-            copy_card(source, destination, to)
+        config, tensors, file = _vllm(head) if layout == "vllm" else _authors(head)
+        write_folder(folder, {**config, "draftwing": own_block(head)}, tensors, file)
+        return "" if layout == "vllm" else None
 
     def diagnose(self, folder: Path, target: Path | None) -> list[Finding]:
         target_id = None if target is None else target_id_of_folder(target)
@@ -325,12 +317,7 @@ class Medusa(BlockMethod):
             detail = f"its config says {stated} heads, and it has {count}: Draftwing uses all that are there"
             fix = f"for engines that go by the config, write {count} there, or convert the head"
             findings.append(Finding("count", "warn", detail, fix))
-        if config.target is None:
-            findings.append(Finding("target", "unknown", "the head does not name the target it was trained for"))
-        elif target_id is None:
-            findings.append(Finding("target", "unknown", f"it is for {config.target.name}, and no target was given"))
-        else:
-            findings.append(Finding("target", "ok", "the one that it was trained for"))
+        findings.append(target_finding(head, target_id))
         if head.target_ids is not None:
             share = f"{len(head.target_ids):,} of {config.vocab_size:,} tokens"
             findings.append(Finding("vocabulary", "ok", f"drafts {share}, the others never"))

@@ -19,10 +19,12 @@ from draftwing.formats.card import copy_card, copy_stored
 from draftwing.formats.doctor import Finding
 from draftwing.formats.identity import head_id, target_id
 from draftwing.formats.plain import PlainHead, diagnose_plain, load_plain, save_plain
+from draftwing.formats.write import check_source
 from draftwing.methods.base import Drafter
 from draftwing.methods.net import DraftNet, Scored, TargetId
 from draftwing.methods.net_drafter import EagleDrafter
 from draftwing.methods.online import Learner, LearningPace, OnlineDrafter
+from draftwing.methods.unroll import UnrolledLoss
 from draftwing.models.config import ModelConfig
 from draftwing.models.linear import Embedding, Linear
 from draftwing.models.target import Target
@@ -97,7 +99,7 @@ class NewNet:
     embedding: Tensor  # the target's, not prepacked, like ``head``
     head: Linear
     target_ids: Tensor | None  # (V_draft,) ascending, or None for the whole vocabulary
-    settings: Mapping[str, Any]  # the training options named in ``NetMethod.settings``
+    settings: Mapping[str, Any]  # the training options named in ``NetMethod.settings``; None: by default
     folder: Path = Path()  # the target's
 
 
@@ -141,7 +143,7 @@ class NetMethod(DraftMethod):
         layouts: head layouts that it can be written in.
         settings: training options that shape the network (``train.options.NET_SETTINGS``); a network with its own LM
             head may have ``draft_vocab_size``.
-        loss: makes the training loss from the arguments of ``train.loss.UnrolledLoss``, the default (None).
+        loss: makes the training loss, a ``DraftLoss``, from the arguments of ``UnrolledLoss``.
         calibrates: fit scores to probabilities during training (``train.evaluate``).
     """
 
@@ -149,7 +151,7 @@ class NetMethod(DraftMethod):
     config: type[Any]
     layouts: tuple[str, ...] = ("draftwing",)
     settings: tuple[str, ...] = ()
-    loss: Callable[..., Any] | None = None
+    loss: Callable[..., Any] = UnrolledLoss
     calibrates: bool = True
     options: ClassVar[Mapping[str, Callable[[Any], Any]]] = {
         "online": _learning_share,
@@ -224,12 +226,22 @@ class NetMethod(DraftMethod):
         save_plain(folder, PlainHead.from_net(net, training))
 
     def convert(self, source: Path, destination: Path, to: str, **options: Any) -> None:
-        """Write a head in another layout; see ``formats.write.convert`` for the options."""
-        if to != "draftwing":
-            raise ConfigError(f"unknown head layout {to!r}: a {self.name} head is written as draftwing alone")
-        save_plain(destination, self.read_head(source, options.get("target")))
+        """Write a head in one of ``layouts``, with prompts and card; see ``formats.write.convert`` for the options."""
+        check_source(source, destination)
+        target = options.get("target")
+        command = self.save_head(destination, self.read_head(source, target), to, target)
         copy_stored(source, destination)
-        copy_card(source, destination, to)
+        if command is not None:
+            copy_card(source, destination, to, command)
+
+    def save_head(self, folder: Path, head: PlainHead, layout: str, target: TargetId | None) -> str | None:
+        """Write a head, of ``target`` if it is known, in one of ``layouts``.
+
+        Returns:
+            The command that serves it, empty if no engine reads the layout; None for pickled weights without a card.
+        """
+        save_plain(folder, head)
+        return ""
 
     def diagnose(self, folder: Path, target: Path | None) -> list[Finding]:
         """Examine a head, given the folder of its target or None, for ``draftwing doctor``."""
@@ -242,9 +254,11 @@ class NetMethod(DraftMethod):
         return (num_layers,)
 
     def new(self, new: NewNet) -> Any:
-        """Return an untrained network."""
-        shape = {name: value for name, value in new.settings.items() if name != "draft_vocab_size"}
-        config = self.config.for_target(new.like, new.taps, target=new.target, **shape)
+        """Return an untrained network; ``unroll_steps`` is the number of tokens that it guesses at once."""
+        fields = {name: value for name, value in new.settings.items() if value is not None}
+        if "unroll_steps" in fields:
+            fields |= self.config.for_levels(fields.pop("unroll_steps"))
+        config = self.config.for_target(new.like, new.taps, target=new.target, **fields)
         return self.net(config, new.embedding, new.head, new.target_ids)
 
     def start(self, net: Any, target_head: Linear, batches: Iterable[Scored]) -> None:

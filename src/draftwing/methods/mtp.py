@@ -34,10 +34,10 @@ from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
 from draftwing.formats.gguf_weights import open_weights
 from draftwing.formats.identity import head_id
 from draftwing.methods.base import Drafter
-from draftwing.methods.method import NetMethod, NewDrafter, NewNet, Source, integer_option
+from draftwing.methods.method import NetMethod, NewDrafter, Source, integer_option
 from draftwing.methods.net import LAYER_FIELDS, DraftNet, PlainConfig, Scored, TargetId
 from draftwing.methods.net_drafter import EagleDrafter
-from draftwing.methods.objectives import DraftLoss, StepGuesses, StepSums, TruthLike
+from draftwing.methods.objectives import DraftLoss, StepGuesses, StepSums, Truth
 from draftwing.models.attention import Attend, CausalAttention
 from draftwing.models.config import Activation, ModelConfig, MtpNames, architecture_of, module_names, read_config
 from draftwing.models.context import Context, Row, TargetOutput
@@ -60,7 +60,7 @@ from draftwing.tree import PAD, Accepted, DraftTree
 class MtpConfig(PlainConfig):
     """The shape of a chain of modules, which reads one tap: the target's last hidden state."""
 
-    num_modules: int  # D of the paper
+    num_modules: int = 1  # D of the paper
     intermediate_size: int
     num_heads: int
     num_kv_heads: int
@@ -75,6 +75,10 @@ class MtpConfig(PlainConfig):
     window: int | None = None  # the sliding window of the decoder layers, or None
     like_target: ClassVar = (*LAYER_FIELDS, "qkv_bias", "o_bias", "mlp_bias", "qk_norm")
     has_one_tap: ClassVar = True
+
+    @staticmethod
+    def for_levels(num_levels: int) -> dict[str, int]:
+        return {"num_modules": num_levels}
 
 
 class MtpModule(nn.Module):
@@ -183,7 +187,7 @@ class MtpLoss(DraftLoss):
                 f"ones: leave it out"
             )
 
-    def forward(self, scored: Scored, truth: TruthLike, *, agreement: bool = False) -> list[StepSums]:
+    def forward(self, scored: Scored, truth: Truth, *, agreement: bool = False) -> list[StepSums]:
         share = LAMBDA / self.num_steps
         return [replace(sums, loss=sums.loss * share) for sums in super().forward(scored, truth, agreement=agreement)]
 
@@ -452,8 +456,3 @@ class Mtp(NetMethod):
     def read(self, folder: Path, *args: Any, **options: Any) -> Any:
         is_head = self.recognises(read_config(folder), folder)
         return super().read(folder, *args, **options) if is_head else read_modules(folder, *args, **options)
-
-    def new(self, new: NewNet) -> Any:
-        count = new.settings["unroll_steps"] or 1
-        config = MtpConfig.for_target(new.like, new.taps, target=new.target, num_modules=count)
-        return MtpNet(config, new.embedding, new.head, new.target_ids)

@@ -13,7 +13,7 @@
     next-token   cross-entropy of the data's next token, not of the target's prediction       (MTP, 2412.19437)
 
 Masked entries are excluded from every mean. p = target, q = draft.
-Shape suffixes: R rows (entries), H hidden, V draft vocabulary.
+Shape suffixes: B rows, T tokens, C entries of a row, R entries that count, H hidden, V draft vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from draftwing.errors import ConfigError, shown
 from draftwing.methods.net import DraftNet, Scored
 from draftwing.models.attention import CausalAttention
+from draftwing.models.linear import Linear
 
 # logits (R, V), p (R, V) -> (R,); an objective that is ``of_text`` gets the next token's id (R, 1) instead of p
 Divergence = Callable[[Tensor, Tensor], Tensor]
@@ -158,21 +159,58 @@ def objective_named(name: object) -> Objective:
     )
 
 
-class TruthLike(Protocol):
-    """The target's predictions for a batch; see ``train.loss.Truth``."""
+@dataclass(frozen=True, eq=False)
+class Truth:
+    """The target's prediction after every position of a batch."""
 
-    @property
-    def probs(self) -> Tensor: ...
-    @property
-    def best(self) -> Tensor: ...
-    @property
-    def last(self) -> Tensor: ...
-    @property
-    def after(self) -> Tensor: ...
+    probs: Tensor  # (B * T, V) p restricted to the draft vocabulary and renormalised
+    best: Tensor  # (B, T) the draft id of the target's best token; -1 if the draft vocabulary lacks it
+    last: Tensor  # (B * T, H) the hidden states that EAGLE-1 predicts
+    counts: Tensor  # (B, T) bool: whether the prediction of the token *at* a position counts
+    # (B * T, 1) the draft id of the text's next token, -1 if the draft vocabulary lacks it or the text ends; in the
+    # dtype of ``probs``, since some objectives take it instead.
+    after: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, scored: Scored, head: Linear, target_ids: Tensor | None, dtype: torch.dtype) -> Truth:
+        """Compute p from the target's logits, in ``dtype`` (float32 or wider).
+
+        Args:
+            head: the target's LM head, not prepacked.
+            target_ids: (V,) ascending: the tokens of the draft vocabulary; None for all.
+        """
+        after, best, last = scored.batch.ids[:, 1:], scored.best, scored.last.flatten(0, 1)
+        if best is not None and target_ids is not None:  # no logit outside the draft vocabulary is needed
+            vocab_size = head.weight.shape[0]
+            logits = F.linear(last, head.weight[target_ids].to(last.dtype))
+        else:
+            logits = scored.logits_of(head).flatten(0, 1)
+            best, vocab_size = logits.argmax(-1).view(scored.last.shape[:2]), logits.shape[-1]
+            logits = logits if target_ids is None else logits.index_select(-1, target_ids)
+        if target_ids is not None:
+            draft_ids = torch.full((vocab_size,), -1, dtype=torch.int64, device=target_ids.device)
+            draft_ids[target_ids] = torch.arange(len(target_ids), device=target_ids.device)
+            best, after = draft_ids[best], draft_ids[after]
+        probs = logits.to(dtype).softmax(-1)
+        after = F.pad(after, (0, 1), value=-1).reshape(-1, 1).to(probs.dtype)
+        return cls(probs, best, last, scored.batch.mask, after)
 
     def rows(self, step: int, entries: Tensor, *, of_text: bool = False) -> tuple[Tensor, Tensor]:
-        """Return indices of the entries (C,) of a step that count, into B * C, and of their truth, into B * T."""
-        ...
+        """Return indices (R,) of a step's ``entries`` (C,) that count, into B * C, and of their truth, into B * T.
+
+        Entry i of step s predicts the token at i + 2 + s, and position i + 1 + s has the target's prediction of it.
+        With ``of_text``, the text's own token must be in the draft vocabulary too.
+        """
+        length = self.counts.shape[1]
+        places = entries + 1 + step  # positions of the target's predictions
+        inside = places + 1 < length
+        places = places.clamp(max=length - 2)
+        keep = inside & self.counts[:, places + 1] & (self.best[:, places] >= 0)
+        if of_text:
+            keep &= self.after.view(self.counts.shape)[:, places] >= 0
+        row, entry = keep.nonzero(as_tuple=True)
+        return row * len(entries) + entry, row * length + places[entry]
 
 
 class DraftLoss(nn.Module):
@@ -215,7 +253,7 @@ class DraftLoss(nn.Module):
                 f"{self.num_steps}: give {num_levels}, or start from nothing"
             )
 
-    def forward(self, scored: Scored, truth: TruthLike, *, agreement: bool = False) -> list[StepSums]:
+    def forward(self, scored: Scored, truth: Truth, *, agreement: bool = False) -> list[StepSums]:
         """Return the sums of every step; with ``agreement``, also how often the best token is the target's."""
         dtype, shared_weight = product_dtype(scored.features, self.net.dtype), self.narrow(self.net.head_weight)
         sums = []
@@ -232,7 +270,7 @@ class DraftLoss(nn.Module):
         return sums
 
     def extra_loss(
-        self, read: Tensor, weight: Tensor, truth: TruthLike, where: Tensor, dtype: torch.dtype
+        self, read: Tensor, weight: Tensor, truth: Truth, where: Tensor, dtype: torch.dtype
     ) -> Tensor | None:
         """Return a term that a network adds to a step's loss; see ``step_sums`` for the arguments."""
         return None
@@ -272,7 +310,7 @@ class AlignedLoss(DraftLoss):
                 f"--unroll-steps and --later-share out"
             )
 
-    def forward(self, scored: Scored, truth: TruthLike, *, agreement: bool = False) -> list[StepSums]:
+    def forward(self, scored: Scored, truth: Truth, *, agreement: bool = False) -> list[StepSums]:
         ids, of_text = scored.batch.ids, self.objective.of_text
         dtype, weight = product_dtype(ids, self.net.dtype), self.narrow(self.net.head_weight)
         # In ``rows``, entry 0 predicts the token at 2, as in an unroll: position i is entry i - 1.
@@ -301,7 +339,7 @@ class AlignedLoss(DraftLoss):
 def step_sums(
     read: Tensor,
     weight: Tensor,
-    truth: TruthLike,
+    truth: Truth,
     where: Tensor,
     objective: Objective,
     dtype: torch.dtype,

@@ -291,13 +291,14 @@ def _shipped_head(entry: Registration, target: Target, tokenizer: Tokenizer | No
 def convert(source: Path, destination: Path, to: str, **options: Any) -> None:
     """Write a head of any method in another layout: see ``formats.write.convert`` for EAGLE's options.
 
-    Raises UnsupportedError for a layout that heads of this method do not have.
+    Raises UnsupportedError for a layout that heads of this method do not have, ConfigError for one that none has.
     """
     method = _method_of_head(source)
-    known_layouts = {layout for entry in METHODS.values() if entry.training for layout in entry.method.layouts}
-    if method.layouts and to not in method.layouts and to in known_layouts:
+    if method.layouts and to not in method.layouts:
         layouts = ", ".join(method.layouts)
-        raise UnsupportedError(f"{source}: such a head can only be written as {layouts}, found {to!r}")
+        if any(to in entry.method.layouts for entry in METHODS.values() if entry.training):
+            raise UnsupportedError(f"{source}: such a head can only be written as {layouts}, found {to!r}")
+        raise ConfigError(f"unknown head layout {to!r}: choose one of {layouts}")
     method.convert(source, destination, to, **options)
 
 

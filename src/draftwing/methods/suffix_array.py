@@ -356,11 +356,12 @@ def check_new_datastore(folder: Path) -> None:
 def write_datastore(folder: Path, texts: SuffixArray, about: Mapping[str, Any]) -> Store:
     """Write a new folder, under another name until it is complete.
 
-    ``about`` holds ``target``, ``vocab_hash``, ``vocab_size``, ``num_texts``, and any further fields.
+    ``about`` holds ``target``, ``vocab_hash``, ``vocab_size``, and any further fields.
     """
     check_new_datastore(folder)
     identity = hashlib.sha256(np.ascontiguousarray(texts.tokens).data).hexdigest()[:16]
-    about = {**about, "num_tokens": len(texts) - about["num_texts"], "identity": identity}
+    num_texts = int((texts.tokens == END).sum())
+    about = {**about, "num_texts": num_texts, "num_tokens": len(texts) - num_texts, "identity": identity}
     with writing(folder), new_folder(folder) as partial:
         write_store(partial / TEXTS_FILE, [texts], about)
         config = {"draftwing": {"kind": DATASTORE_KIND, **about}}

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from draftwing.methods.net import DraftNet
-from draftwing.methods.objectives import StepGuesses
+from draftwing.errors import ConfigError
+from draftwing.methods.net import DraftNet, Scored
+from draftwing.methods.objectives import DraftLoss, StepGuesses
 from draftwing.models.attention import CausalAttention, HeadTraits
 
 
@@ -103,3 +104,19 @@ def unroll(
         attend.cis = rotary.cis(entries.repeat(rows) + step, upto=length + num_steps).view(len(tokens), 1, -1)
         read, states = net.forward(tokens, states, attend)
         yield StepGuesses(step, entries, read, states=states)
+
+
+class UnrolledLoss(DraftLoss):
+    """The loss of a net that is unrolled over a batch, the default of ``NetMethod``."""
+
+    def check(self) -> None:
+        """Raise ConfigError if the net's own LM head has a bias."""
+        if self.net.head is not None and self.net.head.bias is not None:
+            raise ConfigError(
+                f"a net of kind {self.net.kind!r} has an LM head with a bias, which would not be trained: make the "
+                f"head without one"
+            )
+
+    def steps(self, scored: Scored, num_steps: int) -> Iterator[StepGuesses]:
+        features = self.noisy(scored, scored.batch.ids.shape[1] - 2)  # the last two positions have no entry
+        return unroll(self.net, scored.batch.ids, features, num_steps, self.later_share if self.training else 1.0)

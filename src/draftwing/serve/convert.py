@@ -314,15 +314,8 @@ def _budget(speculation: Speculation, most_nodes: int) -> Budget | AtMost | str 
     tree, max_nodes = speculation.tree or "auto", speculation.max_nodes
     if tree == "auto":
         return None if max_nodes is None else AtMost(max_nodes)
-    kind, _, numbers = tree.partition(":")
     try:
-        if kind == "chain":
-            budget = Budget(int(numbers))
-        elif kind == "dynamic":
-            nodes, depth, width = map(int, numbers.split(","))
-            budget = Budget(depth, width, nodes)
-        else:
-            raise ValueError
+        budget = Budget.parse(tree)
     except ConfigError as error:
         raise ConfigError(f"speculation.tree {shown(tree)}: {error}") from error
     except ValueError:

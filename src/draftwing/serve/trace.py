@@ -21,6 +21,7 @@ from draftwing.decode import Decoder
 from draftwing.dialogue import pieces_of
 from draftwing.errors import ConfigError
 from draftwing.methods.base import Budget, Drafter
+from draftwing.methods.ensemble import proposals
 from draftwing.models.target import Target
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.stats import RowStep, Step
@@ -166,12 +167,10 @@ def lesson(
             name: str = name,
             is_chain: bool = is_chain,
         ) -> Accepted:
-            used = [node for node, token in enumerate(tree.tokens[0].tolist()) if token != PAD]
+            used, nodes = (tree.tokens[0] != PAD).nonzero()[:, 0].tolist(), proposals(tree)[0]
+            tokens, parents = nodes.tokens, nodes.parents
             if tree.draft_probs is None and len(used) > 1:
                 raise ConfigError("this draft has no distribution q that its tokens are drawn from: choose a head")
-            place = {node: i for i, node in enumerate(used)}
-            tokens = [int(tree.tokens[0, node]) for node in used]
-            parents = [place.get(int(tree.parents[0, node]), -1) for node in used]
             p_NV = batch.probs(scores)[0, used].double().cpu()
             q_NV = p_NV if tree.draft_probs is None else tree.draft_probs[0, used].double().cpu()
             draws, tries, last_V = KeyedDraws(batch.seeds[0], starts[0]), list[dict[str, Any]](), p_NV[0]

@@ -23,6 +23,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from torch import Tensor
 
 from draftwing.errors import ConfigError, DataError, DraftwingError, TokenizerError, shown
+from draftwing.methods.suffix_array import Ids, join_texts
 from draftwing.remote import OnProgress, Phase, download, local_copy, public_name
 from draftwing.storage import parse_json, similar_paths
 from draftwing.text.prompts import FORMS, Message, is_record, read_record
@@ -537,6 +538,30 @@ def check_not_empty(corpus: Corpus, encoder: DialogueEncoder, names: str) -> Non
             f"{names}: nothing is left to train on ({reasons or 'there was no text at all'}): "
             f"give dialogues with answers (`draftwing data regenerate` writes them), documents, or a larger max_length"
         )
+
+
+def read_texts(
+    sources: Sequence[str | Path], tokenizer: Tokenizer, on_progress: OnProgress | None = None
+) -> tuple[Ids, int]:
+    """Read and encode files and folders for a datastore; every message of a dialogue is a text.
+
+    Returns:
+        The texts' ids, one after another (see ``join_texts``), and the number of files.
+    """
+    files, bare = find_files(sources), bare_tokenizer(tokenizer)
+    texts = (
+        text
+        for record in read_files(files, on_progress)
+        for text in ([message["content"] for message in record.messages] if record.text is None else [record.text])
+    )
+    parts = []
+    for chunk in chunked(texts, len):
+        encoded = (encoding.ids for encoding in bare.encode_batch_fast(chunk, add_special_tokens=False))
+        parts.append(join_texts(filter(None, encoded)))
+    if not sum(map(len, parts)):
+        names = ", ".join(map(public_name, sources))
+        raise DataError(f"{names}: there is no text in it: give files with text or dialogues")
+    return np.concatenate(parts), len(files)
 
 
 def encode(records: Iterable[DataRecord], encoder: DialogueEncoder) -> Corpus:

@@ -19,7 +19,7 @@ from draftwing.formats.card import line_of
 from draftwing.methods.base import Budget
 from draftwing.methods.calibration import NUM_COMPARED, Calibration
 from draftwing.methods.net import DraftNet
-from draftwing.methods.objectives import DraftLoss
+from draftwing.methods.objectives import DraftLoss, Truth
 from draftwing.methods.registry import method_of_net
 from draftwing.models.linear import Linear
 from draftwing.models.target import Target
@@ -29,7 +29,6 @@ from draftwing.stats import Stats, Step
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.train.data import Corpus, Example
 from draftwing.train.features import FeatureBatch, FeatureSource
-from draftwing.train.loss import Truth, loss_of
 from draftwing.train.options import TrainOptions
 
 T = TypeVar("T")
@@ -104,7 +103,7 @@ class Evaluation:
     def __call__(self, net: DraftNet) -> dict[str, Any]:
         """Measure loss and agreement, calibrate the net, and measure tau if the target has its layers."""
         began, options, (objective, num_steps, _) = time.perf_counter(), self.options, self.options.recipe
-        scorer = loss_of(net, objective, num_steps).eval()
+        scorer = method_of_net(net).loss(net, objective, num_steps).eval()
         dtype = torch.promote_types(net.dtype, torch.float32)
         loss, count, agreed = torch.zeros(3, num_steps)
         numbers = range(min(VALIDATION_BATCHES, self.source.num_batches_per_epoch))

@@ -115,8 +115,8 @@ class TrainOptions:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The options that shape this method's nets."""
-        return {name: getattr(self, name) for name in self.net_method.settings}
+        """The options that shape this method's nets, without the draft vocabulary: it also takes data to choose one."""
+        return {name: getattr(self, name) for name in self.net_method.settings if name != "draft_vocab_size"}
 
     @property
     def recipe(self) -> Recipe:

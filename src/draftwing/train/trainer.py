@@ -33,11 +33,11 @@ from draftwing.checks import Argument, check_arguments
 from draftwing.errors import CheckpointError, DraftwingError, NumericsError, shown
 from draftwing.methods.calibration import Calibration
 from draftwing.methods.net import DraftNet
+from draftwing.methods.objectives import Truth
 from draftwing.methods.registry import method_of_net
 from draftwing.models.linear import Linear
 from draftwing.storage import check_regular, locked, replacing, write_text, writing
 from draftwing.train.features import FeatureBatch, FeatureSource
-from draftwing.train.loss import Truth, loss_of
 from draftwing.train.options import TrainOptions
 from draftwing.train.stream import StreamedBatches
 
@@ -169,7 +169,7 @@ class Trainer:
         self.iteration, self.iterations = 0, options.iterations or UNPLANNED
         self._head, self.target_ids, self._evaluate, self._describe = head, target_ids, evaluate, describe or {}
         self._evaluated: dict[str, Any] = {}  # the metrics of the last evaluation
-        self._loss = loss_of(net, *options.recipe, options.later_share, target_ids)
+        self._loss = method_of_net(net).loss(net, *options.recipe, options.later_share, target_ids)
         self._optimizers = make_optimizers(net, options)
         self._base_rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in self._optimizers]
         self._wrapped, *self._prepared = self.accelerator.prepare(self._loss, *self._optimizers)
