@@ -508,3 +508,9 @@ FAMILIES: Final[dict[str, Family]] = {
 
 # Not a set: a damaged config may have a list where the name belongs, which cannot be looked up in one.
 LEAN_MODEL_TYPES: tuple[str, ...] = tuple(sorted(FAMILIES))
+
+# Multimodal models whose ``text_config`` may be of a family above: without images, or audio, they compute the text
+# model. Left out: PaliGemma, which reads its prompt in both directions.
+WRAPPERS: Final = (
+    "gemma3", "llama4", "mistral3", "qwen3_5", "qwen3_5_moe",
+)  # fmt: skip

@@ -481,6 +481,15 @@ def rotary_of(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
     return LayeredRotary([rotary, *local], config.query_scale)
 
 
+def _is_tied(files: Weights) -> bool:
+    """Return False if an LM head is stored that is not the embedding, whatever config.json says."""
+    names = "model.embed_tokens.weight", "lm_head.weight"
+    if not all(name in files for name in names):
+        return True
+    embedding, head = (files.get(name) for name in names)
+    return torch.equal(embedding, head)
+
+
 def _read_ends(reader: Reader, config: ModelConfig, rows: Tensor | None) -> tuple[Embedding, Linear]:
     """The input embedding and the LM head; if they are one matrix, the CPU kernel keeps it once.
 
@@ -677,6 +686,8 @@ class LeanTarget(Target):
         states = torch.float32 if layout.runs == "kernel" else dtype  # in the kernel only products are in bfloat16
         layout = replace(layout, expand=expand, arithmetic=arithmetic or "int8")
         files = open_weights(folder)
+        if config.tie_word_embeddings and not _is_tied(files):
+            config = replace(config, tie_word_embeddings=False)
         if lora is not None:
             files = LoraWeights(files, lora, is_tied=config.tie_word_embeddings)
             config = replace(config, tie_word_embeddings=config.tie_word_embeddings and not files.unties)
