@@ -277,7 +277,11 @@ def _forward(model: Any, prompt: Sequence[int]) -> list[int]:
 
 def table(rows: Sequence[Row]) -> str:
     """Return the generated part of the page."""
-    lines = [f"All causal LMs of transformers {transformers.__version__}, as tiny random models:", ""]
+    lines = [
+        f"All causal LMs of transformers {transformers.__version__}, and multimodal models whose text model is native, "
+        f"as tiny random models:",
+        "",
+    ]
     lines += ["| runs | model types |", "|---|---|"]
     for runs, heading in HEADINGS.items():
         names = [row.model_type for row in rows if row.runs == runs]
