@@ -176,8 +176,8 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _MAX_CLOSEST = 10_000  # tensors up to which an error names the closest one, which takes long among more
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# Prefixes of the text model's tensors, and of its LM head, in files of multimodal models: transformers 5's, those of most
-# published files, and SmolVLM's. In files of text models they are ``model.`` and ``lm_head.``.
+# Prefixes of the text model's tensors, and of its LM head, in files of multimodal models: transformers 5's, those of
+# most published files, and SmolVLM's. In files of text models they are ``model.`` and ``lm_head.``.
 _TEXT_PREFIXES = (
     ("model.language_model.", "lm_head."),
     ("language_model.model.", "language_model.lm_head."),
