@@ -246,12 +246,12 @@ def test_drafts_that_do_not_fit(folder, folder_of, tmp_path):
     assert load(folder, large) is not None  # the same tokenizer, and ten rows of padding
     add_tokenizer(shutil.copytree(folder_of("gpt2", vocab_size=300), gpt2))
     with refused(
-        UnsupportedError, "is of type 'gpt2'", "must be one of ", "llama, mimo, ministral", "or use draft='lookup'"
+        UnsupportedError, "is of type 'gpt2'", "must be one of ", "llama4_text, mimo, ministral", "or use draft='lookup'"
     ):
         load(folder, gpt2)
     listed = shutil.copytree(folder, tmp_path / "listed")
     set_config(model_type=["llama"])(listed)
-    with refused(UnsupportedError, "is of type ['llama']", "must be one of ", "llama, mimo, ministral"):
+    with refused(UnsupportedError, "is of type ['llama']", "must be one of ", "llama4_text, mimo, ministral"):
         load(folder, listed)
     with refused(CheckpointError, "./draft: expected a model folder", "Check the path"):
         load(folder, "./draft")

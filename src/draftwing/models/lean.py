@@ -487,7 +487,7 @@ def _is_tied(files: Weights) -> bool:
     if not all(name in files for name in names):
         return True
     embedding, head = (files.get(name) for name in names)
-    return torch.equal(embedding, head)
+    return embedding.dtype == head.dtype and torch.equal(embedding, head)
 
 
 def _read_ends(reader: Reader, config: ModelConfig, rows: Tensor | None) -> tuple[Embedding, Linear]:
