@@ -60,10 +60,9 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**config, **text} if isinstance(text, dict) else config
 
 
-# Keys next to ``text_config`` that belong to the text model, and those that its config class may fill in.
+# Keys next to ``text_config`` that apply to the text model, and keys that published files leave out of it.
 _OUTER = (
     "dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id", "draftwing",
-    "transformers_version",
 )  # fmt: skip
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -78,12 +77,12 @@ def _native_text(config: dict[str, Any]) -> dict[str, Any]:
         return config
     flat = {**text, "architectures": [family.architecture]}
     flat |= {key: config[key] for key in _OUTER if config.get(key) is not None}
-    if config.get("tie_word_embeddings") is True:  # which class reads which of the two differs
+    if config.get("tie_word_embeddings") is True:  # classes differ in which of the two keys they read
         flat["tie_word_embeddings"] = True
     if any(flat.get(size) is None for size in _SIZES):  # Gemma 3's and LLaVA's configs leave out defaults
         from transformers import CONFIG_MAPPING  # slow to import
 
-        defaults = CONFIG_MAPPING[flat["model_type"]]().to_dict()
+        defaults = CONFIG_MAPPING[flat["model_type"]]().to_dict() if flat["model_type"] in CONFIG_MAPPING else {}
         flat |= {size: defaults.get(size) for size in _SIZES if flat.get(size) is None}
     return flat
 
