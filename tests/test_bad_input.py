@@ -245,13 +245,11 @@ def test_drafts_that_do_not_fit(folder, folder_of, tmp_path):
     add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=310), large))
     assert load(folder, large) is not None  # the same tokenizer, and ten rows of padding
     add_tokenizer(shutil.copytree(folder_of("gpt2", vocab_size=300), gpt2))
-    with refused(
-        UnsupportedError, "is of type 'gpt2'", "must be one of ", "llama, llama4_text, mimo", "or use draft='lookup'"
-    ):
+    with refused(UnsupportedError, "is of type 'gpt2'", "must be one of ", "mimo, ministral", "or use draft='lookup'"):
         load(folder, gpt2)
     listed = shutil.copytree(folder, tmp_path / "listed")
     set_config(model_type=["llama"])(listed)
-    with refused(UnsupportedError, "is of type ['llama']", "must be one of ", "llama, llama4_text, mimo"):
+    with refused(UnsupportedError, "is of type ['llama']", "must be one of ", "mimo, ministral"):
         load(folder, listed)
     with refused(CheckpointError, "./draft: expected a model folder", "Check the path"):
         load(folder, "./draft")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftwing.errors import DraftwingError
 from draftwing.formats.gguf_weights import open_weights
-from draftwing.formats.identity import chat_template_hash, has_tokenizer, target_id_of_folder, text_config
+from draftwing.formats.identity import chat_template_hash, has_tokenizer, target_id_of_folder
 from draftwing.formats.read import (
     find_config,
     find_taps,
@@ -30,7 +30,7 @@ from draftwing.formats.settings import TAP_IDS, HeadSettings, read_settings
 from draftwing.formats.tensors import EMBEDDING, LM_HEAD, MapForm, Names, read_draft_vocab, sort_names
 from draftwing.methods.eagle_net import EagleConfig, tensor_shapes
 from draftwing.methods.net import TargetId
-from draftwing.models.config import ModelConfig, read_config
+from draftwing.models.config import ModelConfig, read_config, text_config
 from draftwing.text.tokenizer import Tokenizer
 
 Status = Literal["ok", "warn", "fail", "unknown"]
@@ -44,8 +44,6 @@ _VLLM_ONLY = "serve it with vLLM or Draftwing"
 _EMBEDDINGS = (
     "model.embed_tokens.weight",
     "embed_tokens.weight",
-    "model.language_model.embed_tokens.weight",
-    "language_model.model.embed_tokens.weight",
     "transformer.wte.weight",
 )
 _GOOD_COVERAGE = 0.95  # below it, more than one token in twenty can never be drafted

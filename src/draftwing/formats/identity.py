@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.methods.net import TargetId
-from draftwing.models.config import read_config
+from draftwing.models.config import read_config, text_config
 from draftwing.models.target import Target
 from draftwing.storage import read_json
 from draftwing.text.tokenizer import Tokenizer
@@ -35,12 +34,6 @@ def target_id(target: Target, tokenizer: Tokenizer | None = None, name: str | No
         vocab_size=target.vocab_size,
         vocab_hash="" if tokenizer is None else tokenizer.vocab_hash,
     )
-
-
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a flat config: a multimodal model's ``text_config`` replaces the keys around it."""
-    text = config.get("text_config")
-    return {**config, **text} if isinstance(text, dict) else config
 
 
 def target_id_of_folder(folder: Path, name: str | None = None) -> TargetId:

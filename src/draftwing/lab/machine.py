@@ -158,7 +158,7 @@ def _exactness(target: Target) -> str:
 def _num_parameters(target: Target, folder: Path) -> int:
     if isinstance(target, AdapterTarget):
         return sum(weight.numel() for weight in target.model.parameters())
-    is_tied = read_config(folder).get("tie_word_embeddings")
+    is_tied = isinstance(target, LeanTarget) and target.config.tie_word_embeddings
     with open_weights(folder) as files:  # a tied head is the embedding, even if it is saved twice
         names = files.keys()
         return sum(math.prod(files.shape(name)) for name in names if not (is_tied and name == "lm_head.weight"))

@@ -733,6 +733,7 @@ def read_causal_lm(
             )
     kept = {name: value for name, value in source.items() if name not in ("draftwing", "dtype", "torch_dtype")}
     model = LeanTarget.from_folder(folder, dtype, device, prepack=False)
+    kept["tie_word_embeddings"] = model.config.tie_word_embeddings  # the files decide
     config = CausalLMConfig(model.config, kept, target=target or made_for(folder))
     return CausalLMNet(config, model.net, tokenizer_files(folder))
 

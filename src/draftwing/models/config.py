@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError, shown
-from draftwing.models.families import FAMILIES, ExpertTraits, Family, Key
+from draftwing.models.families import FAMILIES, WRAPPERS, ExpertTraits, Family, Key
 from draftwing.storage import check_regular, read_json
 
 _REQUIRED: Final = object()
@@ -22,7 +22,10 @@ _DOWNLOAD = "download the model's config.json again."
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the content of a model folder's ``config.json``."""
+    """Return the content of a model folder's ``config.json``.
+
+    That of a multimodal model whose text model is native is the text model's, which is all that runs.
+    """
     folder = Path(folder)
     path = folder / "config.json"
     if not folder.is_dir():
@@ -48,7 +51,40 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: expected JSON, found something else ({error}). Download it again.") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path}: expected a JSON object, found {_shown(config)}. Download it again.")
-    return config
+    return _native_text(config)
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a flat config: a multimodal model's ``text_config`` replaces the keys around it."""
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
+
+
+# Keys next to ``text_config`` that apply to the text model, and keys that published files leave out of it.
+_OUTER = (
+    "dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id", "draftwing",
+)  # fmt: skip
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def _native_text(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of a multimodal model's text model if its family is native; other configs unchanged."""
+    text = config.get("text_config")
+    if config.get("model_type") not in WRAPPERS or not isinstance(text, dict):
+        return config
+    family = FAMILIES.get(str(text.get("model_type")))
+    if family is None:
+        return config
+    flat = {**text, "architectures": [family.architecture]}
+    flat |= {key: config[key] for key in _OUTER if config.get(key) is not None}
+    if config.get("tie_word_embeddings") is True:  # classes differ in which of the two keys they read
+        flat["tie_word_embeddings"] = True
+    if any(flat.get(size) is None for size in _SIZES):  # Gemma 3's and LLaVA's configs leave out defaults
+        from transformers import CONFIG_MAPPING  # slow to import
+
+        defaults = CONFIG_MAPPING[flat["model_type"]]().to_dict() if flat["model_type"] in CONFIG_MAPPING else {}
+        flat |= {size: defaults.get(size) for size in _SIZES if flat.get(size) is None}
+    return flat
 
 
 def _shown(value: object) -> str:
@@ -869,21 +905,16 @@ _MTP_LAYOUTS = (
 )  # fmt: skip
 
 
-def _text_reader(config: Mapping[str, Any], where: str) -> ConfigReader:
-    text = config.get("text_config")
-    return ConfigReader({**config, **text} if isinstance(text, dict) else config, where)
-
-
 def num_modules(config: Mapping[str, Any], where: str = "config.json") -> int:
     """Return the number of MTP modules that a model's config states. Raises ConfigError if it is impossible."""
-    read = _text_reader(config, where)
+    read = ConfigReader(text_config(config), where)
     return max(read.integer(key, 0, minimum=0, maximum=1000) for key in _MTP_KEYS)
 
 
 def module_names(config: Mapping[str, Any], tensors: Iterable[str], where: str = "config.json") -> MtpNames | None:
     """Return the names of a checkpoint's MTP modules, given the names of all its tensors; None if it has none."""
     names, count = set(tensors), num_modules(config, where)
-    num_layers = _text_reader(config, where).integer("num_hidden_layers", 0, minimum=0)
+    num_layers = ConfigReader(text_config(config), where).integer("num_hidden_layers", 0, minimum=0)
     if not count:  # Qwen3-Next's config does not count them
         matches = (re.match(r"mtp\.layers\.(\d{1,3})\.", name) for name in names)
         count = max((1 + int(match[1]) for match in matches if match is not None), default=0)

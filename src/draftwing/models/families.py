@@ -101,6 +101,15 @@ class ExpertTraits:
         return len(self.matrices) == 2
 
     @property
+    def stacked(self) -> tuple[str, str]:
+        """Names of the tensors of all experts. Files of any family may have them (Qwen3.5-MoE as it is published)."""
+        if self.is_stacked:
+            suffix = "" if self.is_transposed else ".weight"
+            return self.matrices[0] + suffix, self.matrices[1] + suffix
+        experts = self.matrices[0].partition(".{e}")[0]
+        return f"{experts}.gate_up_proj", f"{experts}.down_proj"
+
+    @property
     def is_everywhere(self) -> bool:
         """True if every layer has experts."""
         return self.num_dense is None and self.every is None and not self.has_dense_layers
@@ -508,3 +517,11 @@ FAMILIES: Final[dict[str, Family]] = {
 
 # Not a set: a damaged config may have a list where the name belongs, which cannot be looked up in one.
 LEAN_MODEL_TYPES: tuple[str, ...] = tuple(sorted(FAMILIES))
+
+# Multimodal models whose ``text_config`` may be of a family above. Without images or audio they compute the text model.
+# Left out are PaliGemma, which reads its prompt in both directions, and Cohere's, which do not scale logits.
+WRAPPERS: Final = (
+    "deepseek_vl", "exaone4_5", "gemma3", "granite_speech", "idefics2", "idefics3", "internvl", "janus", "lfm2_vl",
+    "llama4", "llava", "llava_next", "llava_next_video", "llava_onevision", "mistral3", "ovis2", "qwen2_audio",
+    "qwen3_5", "qwen3_5_moe", "smolvlm", "video_llama_3", "video_llava", "vipllava", "voxtral",
+)  # fmt: skip

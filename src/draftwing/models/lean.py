@@ -128,14 +128,17 @@ class Reader:
             {name: (num_tokens, width)}, lambda parts: Embedding(Packed.of_stored(_reordered(parts, rows), None))
         )
 
-    def transposed(self, name: str, shape: tuple[int, int, int], *, gated: bool = False) -> list[Linear]:
-        """The matrices (in, out) that a tensor (experts, in, out) holds."""
+    def matrices(
+        self, name: str, shape: tuple[int, int, int], *, gated: bool = False, is_transposed: bool = False
+    ) -> list[Linear]:
+        """The matrices that a tensor (experts, out, in) holds, or (experts, in, out) if ``is_transposed``."""
         if self.layout.runs != "kernel":
-            matrices = (matrix.T.contiguous() for matrix in self.tensor(name, *shape))
+            matrices = ((matrix.T if is_transposed else matrix).contiguous() for matrix in self.tensor(name, *shape))
             return [Linear(matrix).lay_out(self.layout, gated=gated) for matrix in matrices]
         self.used.add(name)
         stored = self.files.stored(name, shape)
-        parts = (replace(stored, num_in=shape[1], data=matrix.T.contiguous()) for matrix in stored.data)
+        matrices = (matrix.T.contiguous() if is_transposed else matrix for matrix in stored.data)
+        parts = (replace(stored, num_in=matrix.shape[1], data=matrix) for matrix in matrices)
         packed = [self.own(name, part, None, gated=gated) for part in parts]
         self.files.drop(stored)
         return packed
@@ -393,23 +396,20 @@ def _read_experts(
     moe, hidden = config.moe, config.hidden_size
     assert moe is not None
     count, width = moe.num_experts, moe.intermediate_size
+    stacked = [f"{base}{name}" for name in names.stacked]
     if moe.clamp is not None:
         experts: Sequence[GatedMLP] = _read_clamped(reader, config, names, base)
-    elif names.is_transposed:
-        inner = reader.transposed(base + names.matrices[0], (count, hidden, 2 * width), gated=True)
-        outer = reader.transposed(base + names.matrices[1], (count, width, hidden))
-        experts = [GatedMLP(*pair, config.activation) for pair in zip(inner, outer, strict=True)]
-    elif names.is_stacked:
-        gate_ups, downs = (
-            reader.tensor(f"{base}{name}.weight", count, *shape).unbind()
-            for name, shape in zip(names.matrices, ((2 * width, hidden), (hidden, width)), strict=True)
+    elif names.is_stacked or stacked[0] in reader.files:
+        shapes = (count, 2 * width, hidden), (count, hidden, width)
+        if names.is_transposed:
+            shapes = (count, hidden, 2 * width), (count, width, hidden)
+        inner, outer = (
+            reader.matrices(name, shape, gated=gated, is_transposed=names.is_transposed)
+            for name, shape, gated in zip(stacked, shapes, (True, False), strict=True)
         )
-        experts = []
-        for gate_up, down in zip(gate_ups, downs, strict=True):
-            both = Linear(gate_up.contiguous()).lay_out(reader.layout, gated=True)
-            last = Linear(down.contiguous()).lay_out(reader.layout)
-            last.scale = config.residual_scale
-            experts.append(GatedMLP(both, last, config.activation))
+        for down in outer:
+            down.scale = config.residual_scale
+        experts = [GatedMLP(*pair, config.activation) for pair in zip(inner, outer, strict=True)]
     else:
         named = [[name.format(e=expert) for name in names.matrices] for expert in range(count)]
         experts = [cast(GatedMLP, mlp_of(parts[:2], parts[2], width)) for parts in named]
@@ -479,6 +479,15 @@ def rotary_of(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
         return rotary
     local = [] if config.local_rope is None else [Rotary(config.local_rope, dtype, device)]
     return LayeredRotary([rotary, *local], config.query_scale)
+
+
+def _is_tied(files: Weights) -> bool:
+    """Return False if an LM head is stored that is not the embedding, whatever config.json says."""
+    names = "model.embed_tokens.weight", "lm_head.weight"
+    if not all(name in files for name in names):
+        return True
+    embedding, head = (files.get(name) for name in names)
+    return embedding.dtype == head.dtype and torch.equal(embedding, head)
 
 
 def _read_ends(reader: Reader, config: ModelConfig, rows: Tensor | None) -> tuple[Embedding, Linear]:
@@ -677,6 +686,8 @@ class LeanTarget(Target):
         states = torch.float32 if layout.runs == "kernel" else dtype  # in the kernel only products are in bfloat16
         layout = replace(layout, expand=expand, arithmetic=arithmetic or "int8")
         files = open_weights(folder)
+        if config.tie_word_embeddings and not _is_tied(files):
+            config = replace(config, tie_word_embeddings=False)
         if lora is not None:
             files = LoraWeights(files, lora, is_tied=config.tie_word_embeddings)
             config = replace(config, tie_word_embeddings=config.tie_word_embeddings and not files.unties)

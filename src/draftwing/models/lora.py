@@ -64,6 +64,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 class _Change:
     """The changes of one module: tensors by their part of the name."""
 
+    module: str  # its name in the adapter
     tensors: dict[str, Tensor] = field(default_factory=dict)
     scale: float = 1.0
 
@@ -135,7 +136,10 @@ class LoraWeights(Weights):
             match = _KEY.fullmatch(name)
             if match is None or not tensor.is_floating_point():
                 raise UnsupportedError(f"{file}: {name} is no weight of a LoRA adapter that is supported: {_FIX}")
-            changes.setdefault(match["module"], _Change()).tensors[match["part"]] = tensor
+            module = self._base.text_name(f"{match['module']}.")
+            if module is not None:  # otherwise it belongs to a multimodal model's images or audio
+                change = changes.setdefault(module.removesuffix("."), _Change(match["module"]))
+                change.tensors[match["part"]] = tensor
         if not changes:
             raise CheckpointError(f"{file}: it holds no weights. Download it again.")
         return changes
@@ -158,7 +162,7 @@ class LoraWeights(Weights):
                 )
             if first in change.tensors and len(size) == 2:
                 rank, alpha = (
-                    _setting(config, pattern, module, default)
+                    _setting(config, pattern, change.module, default)
                     for pattern, default in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
                 )
                 out, width = size if first == "lora_A" else size[::-1]

@@ -176,6 +176,14 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _MAX_CLOSEST = 10_000  # tensors up to which an error names the closest one, which takes long among more
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Prefixes of the text model's tensors, and of its LM head, in files of multimodal models: transformers 5's, those of
+# most published files, and SmolVLM's. In files of text models they are ``model.`` and ``lm_head.``.
+_TEXT_PREFIXES = (
+    ("model.language_model.", "lm_head."),
+    ("language_model.model.", "language_model.lm_head."),
+    ("model.text_model.", "lm_head."),
+)
+_UNPREFIXED = ("lm_head.", "mtp.", "model.layers.", "model.embed_tokens.", "model.norm.")
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -222,13 +230,21 @@ class Weights(ABC):
     def drop(self, stored: Stored) -> None:
         """Release the pages of a matrix that was read."""
 
+    def text_name(self, name: str) -> str | None:
+        """Return the name here of a multimodal model's tensor; None if that is not part of the text model."""
+        return name
+
+    def name_in_file(self, name: str) -> str:
+        """Return a tensor's name in the file, for messages."""
+        return name
+
     def unused(self, used: set[str]) -> list[str]:
         """The names of the tensors that are not in ``used``, sorted."""
         return [name for name in self.keys() if name not in used]
 
     def missing(self, name: str, fix: str) -> CheckpointError:
         """The error to raise if there is no tensor ``name``; ``fix`` is the advice in it."""
-        names = self.keys()
+        name, names = self.name_in_file(name), [self.name_in_file(key) for key in self.keys()]
         close = difflib.get_close_matches(name, names, n=1) if len(names) < _MAX_CLOSEST else []
         return CheckpointError(
             f"{self.folder}: weight {name} is missing among {len(names)}"
@@ -237,12 +253,17 @@ class Weights(ABC):
 
 
 class WeightFiles(Weights):
-    """The safetensors of a Hugging Face model folder: ``model.safetensors``, or the shards of an index."""
+    """The safetensors of a Hugging Face model folder: ``model.safetensors``, or the shards of an index.
+
+    Of a multimodal model only the text model's tensors are here, under the names that they have in a text model.
+    """
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
         self._open: dict[str, Any] = {}  # file name -> safetensors handle
         self._file_of: dict[str, str] = {}  # tensor name -> file name
+        self._name_in: dict[str, str] = {}  # tensor name -> its name in the file, if that differs
+        self._prefixes: tuple[str, str] | None = None  # those in ``_TEXT_PREFIXES`` of a multimodal model
         self._mapped: dict[str, tuple[MappedFile, dict[str, int]]] = {}  # file name -> its map, offsets of its tensors
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.folder}: expected a model folder, found none. Check the path.")
@@ -254,6 +275,13 @@ class WeightFiles(Weights):
             self._read_index()
         else:
             raise CheckpointError(f"{self.folder}: expected {_SINGLE} or {_INDEX}, found {_content(self.folder)}")
+        names = [*self._file_of]
+        self._prefixes = next(
+            (pair for pair in _TEXT_PREFIXES if any(name.startswith(pair[0]) for name in names)), None
+        )
+        if self._prefixes is not None:
+            self._name_in = {text: name for name in names if (text := self.text_name(name)) is not None}
+            self._file_of = {text: self._file_of[name] for text, name in self._name_in.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
@@ -266,13 +294,30 @@ class WeightFiles(Weights):
     def keys(self) -> list[str]:
         return sorted(self._file_of)
 
+    def text_name(self, name: str) -> str | None:
+        if self._prefixes is None:
+            return name
+        for prefixes in _TEXT_PREFIXES:
+            for prefix, text in zip(prefixes, ("model.", "lm_head."), strict=True):
+                if name.startswith(prefix):
+                    return text + name.removeprefix(prefix)
+        return name if name.startswith(_UNPREFIXED) else None
+
+    def name_in_file(self, name: str) -> str:
+        if name in self._name_in or self._prefixes is None:
+            return self._name_in.get(name, name)
+        for prefix, text in zip(self._prefixes, ("model.", "lm_head."), strict=True):
+            if name.startswith(text):
+                return prefix + name.removeprefix(text)
+        return name
+
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
     def get(self, name: str, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
         entry = self._slice(name)
         found, stored, file = tuple(entry.get_shape()), entry.get_dtype(), self._file_of[name]
-        where = self.folder / file
+        where, name = self.folder / file, self.name_in_file(name)
         if shape is not None and found != shape:
             raise CheckpointError(
                 f"{where}: {name} must have shape {shape}, found {found}. Do the weights and config.json belong to "
@@ -297,6 +342,7 @@ class WeightFiles(Weights):
         if kind is None or dtype is None or found != (shape or found):
             tensor = self.get(name, torch.float32, shape)
             return Stored("float32", tensor.shape[-1], tensor)
+        name = self.name_in_file(name)
         try:
             if file not in self._mapped:
                 self._mapped[file] = _map(self.folder / file)
@@ -316,7 +362,7 @@ class WeightFiles(Weights):
             raise self.missing(name, "Does config.json belong to these weights? Download both again from one place.")
         if not self._open:
             raise CheckpointError(f"{self.folder}: the weight files are closed. Open WeightFiles again to read {name}.")
-        return self._open[self._file_of[name]].get_slice(name)
+        return self._open[self._file_of[name]].get_slice(self.name_in_file(name))
 
     def _add(self, file: str) -> None:
         """Map a safetensors file, which checks its header against its length."""

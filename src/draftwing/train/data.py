@@ -24,6 +24,7 @@ from torch import Tensor
 
 from draftwing.errors import ConfigError, DataError, DraftwingError, TokenizerError, shown
 from draftwing.methods.suffix_array import Ids, join_texts
+from draftwing.models.config import text_config
 from draftwing.remote import OnProgress, Phase, download, local_copy, public_name
 from draftwing.storage import parse_json, similar_paths
 from draftwing.text.prompts import FORMS, Message, is_record, read_record
@@ -637,7 +638,7 @@ def _find_eos(tokenizer: Tokenizer) -> int:
     eos_id: Any = tokenizer.fast.token_to_id(str(token.get("content") if isinstance(token, dict) else token))
     for name in ("generation_config.json", "config.json"):
         if eos_id is None:
-            eos_id = tokenizer.read_json(name).get("eos_token_id")
+            eos_id = text_config(tokenizer.read_json(name)).get("eos_token_id")
             eos_id = next(iter(eos_id), None) if isinstance(eos_id, list) else eos_id
     if not isinstance(eos_id, int):
         raise TokenizerError(
