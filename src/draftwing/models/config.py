@@ -374,7 +374,7 @@ class ModelConfig:
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int  # of the widest heads
+    head_dim: int  # width of the widest heads
     rms_norm_eps: float
     activation: Activation
     max_position_embeddings: int
@@ -412,7 +412,7 @@ class ModelConfig:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float = 0.0  # see ``score_cap``
-    layer_sizes: tuple[LayerSizes, ...] = ()  # of each layer; empty if all have the model's
+    layer_sizes: tuple[LayerSizes, ...] = ()  # one entry per layer; empty if all have the model's
     # tokens and width of the embeddings that each layer reads; None without them
     layer_inputs: tuple[int, int] | None = None
     kv_dtype: str | None = None  # int8: keys and values in 8 bits, in the CPU kernel

@@ -445,7 +445,7 @@ class DecoderLayer(nn.Module):
         traits: differences of the heads from Llama's.
         is_parallel: attention and MLP read the same norm, and both are added (Cohere).
         mixer: instead of attention, of the columns of ``qkv``.
-        gated_input: what the layer makes of its own input, or None.
+        gated_input: adds the input of this layer alone, or None.
         scale: factor of the result of ``forward``.
     """
 

@@ -206,7 +206,7 @@ def read_norm(reader: Reader, config: ModelConfig, name: str, size: int) -> Norm
     if family.norm == "layer":
         bias = reader.tensor(f"{name}.bias", size) if family.norm_bias else None
         return LayerNorm(weight + family.norm_offset, bias, eps)
-    if family.norm_offset:  # in 16 bits it would round 1 + weight
+    if family.norm_offset or family.is_layered:  # in 16 bits it would round 1 + weight, or x before it is multiplied
         weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + family.norm_offset
     return RMSNorm(weight, eps)
 
@@ -564,7 +564,7 @@ class TappedNet:
             has_plain_heads=all(layer.traits.is_plain and layer.mixer is None for layer in self.layers)
             and not any((window or 0) < 0 for window in config.sliding_windows),
             narrow_width=0 if config.kv_dtype is None else config.slot_width, num_slot_heads=config.num_slot_heads,
-            delta=config.delta, num_recurrent=sum(config.recurs), num_slot_layers=config.num_slot_layers,
+            delta=config.delta, num_recurrent=sum(config.recurs), num_slot_layers=config.num_slot_layers if config.layer_sizes else 0,
         )  # fmt: skip
 
     @property
