@@ -387,10 +387,7 @@ FAMILIES: Final[dict[str, Family]] = {
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
-        refused={
-            "use_bidirectional_attention": ("vision",), "enable_moe_block": (False,), "num_experts": (),
-            "top_k_experts": (), "moe_intermediate_size": (),
-        },
+        refused={"use_bidirectional_attention": ("vision",), "enable_moe_block": (False,)},
     ),
     "exaone4": Family(
         "Exaone4ForCausalLM", 2048, kv_heads=32, eps=_EPS5, bos=0, eos=2, qk_norm="head", windows="pattern",

@@ -564,7 +564,8 @@ class TappedNet:
             has_plain_heads=all(layer.traits.is_plain and layer.mixer is None for layer in self.layers)
             and not any((window or 0) < 0 for window in config.sliding_windows),
             narrow_width=0 if config.kv_dtype is None else config.slot_width, num_slot_heads=config.num_slot_heads,
-            delta=config.delta, num_recurrent=sum(config.recurs), num_slot_layers=config.num_slot_layers if config.layer_sizes else 0,
+            delta=config.delta, num_recurrent=sum(config.recurs),
+            num_slot_layers=config.num_slot_layers if config.layer_sizes else 0,
         )  # fmt: skip
 
     @property
