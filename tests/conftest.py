@@ -243,7 +243,9 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": [*_SLIDES, *_SLIDES],  # the last one becomes full_attention
             "head_dim": 8,
             "global_head_dim": 40,
-            "num_global_key_value_heads": 1,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "num_global_key_value_heads": 2,
             "attention_k_eq_v": True,
             "num_kv_shared_layers": 3,
             "use_double_wide_mlp": True,

@@ -212,7 +212,7 @@ def test_what_is_watched_is_transformers_attention(family, runs, folder_of):
 
 
 def test_layers_that_share_slots_look_at_them_one_by_one(folder_of):
-    """Gemma 4: three layers have slots, and in some one KV head stands for two."""
+    """Gemma 4: three layers have slots, and in some each KV head stands for two."""
     target, model = LeanTarget.from_folder(folder_of("gemma4"), torch.float64), float64_norms(build("gemma4"))
     ctx = target.new_context()
     for text in TEXTS:
@@ -222,10 +222,10 @@ def test_layers_that_share_slots_look_at_them_one_by_one(folder_of):
     model.set_attn_implementation("eager")
     with torch.no_grad():
         weights = model(torch.tensor([TEXTS[0][:-1]]), output_attentions=True).attentions
-    wanted = torch.stack([layer[0] for layer in weights])[:, :, 30:, :30].sum(2).view(6, HEADS, GROUPS, 30).sum(2)
+    wanted = torch.stack([layer[0] for layer in weights])[:, :, 30:, :30].sum(2).view(6, 4, 2, 30).sum(2)
     torch.testing.assert_close(target.watch(ctx, 0, 30).double(), wanted, rtol=1e-3, atol=1e-4)
     assert torch.equal(ctx.cache.data, before)
-    view = View(torch.arange(60, dtype=torch.int32).expand(2, 6, HEADS, 60).contiguous(), ctx.lengths)
+    view = View(torch.arange(60, dtype=torch.int32).expand(2, 6, 4, 60).contiguous(), ctx.lengths)
     torch.testing.assert_close(run(ctx, TREE, view), run(ctx, TREE), rtol=0, atol=1e-10)
 
 
