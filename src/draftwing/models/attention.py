@@ -439,7 +439,9 @@ class CausalAttention(Attention):
         """(R, heads, D) each -> (R, heads * D)."""
         mask = self._mask(self._windows[layer], q.device)
         if traits.source is not None:
-            k, v = self._shared.setdefault(traits.source, (k, v))
+            if k.shape[1]:
+                self._shared[traits.source] = k, v
+            k, v = self._shared[traits.source]
         q, k, v = (x.view(self._rows, self._length, -1, x.shape[-1]).transpose(1, 2) for x in (q, k, v))
         scale = self._scale if traits.scale is None else traits.scale
         if traits.cap or traits.sinks is not None:
