@@ -236,6 +236,25 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma4": (
+        "Gemma4TextConfig",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": [*_SLIDES, *_SLIDES],  # the last one becomes full_attention
+            "head_dim": 8,
+            "global_head_dim": 40,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "sliding_window": 6,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 70,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
     "exaone4": ("Exaone4Config", {"sliding_window": 6, "layer_types": _SLIDES}),
     "glm": ("GlmConfig", {"head_dim": 8}),
     "glm4": ("Glm4Config", {"head_dim": 8}),
@@ -341,6 +360,9 @@ def build(family: str, seed: int = 0, **changes: Any) -> Any:
         for name, weight in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
                 weight.add_(0.1 * torch.randn_like(weight))
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.sub_(0.3 * torch.rand_like(buffer))
     return model
 
 

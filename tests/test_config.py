@@ -11,7 +11,7 @@ import transformers
 import conftest
 from conftest import FURTHER, LEAN, SMALL, refused
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
-from draftwing.models.config import ModelConfig, read_config
+from draftwing.models.config import LayerSizes, ModelConfig, read_config
 from draftwing.models.families import LEAN_MODEL_TYPES
 
 
@@ -114,6 +114,7 @@ def test_no_setting_is_ignored(name):
         config |= {key: value for key, value in more.items() if key in config}
     base, ignored = ModelConfig.from_hf(config), set()
     harmless = HARMLESS | ({"head_dim", "qk_head_dim"} if base.latent else set())
+    harmless |= {"num_experts", "top_k_experts", "moe_intermediate_size"} if base.layer_sizes else set()
     for key in set(config) - set(transformers.PretrainedConfig().to_dict()) - harmless:
         with suppress(ConfigError):
             if ModelConfig.from_hf({**config, key: changed(config[key])}) == base:
@@ -250,6 +251,45 @@ def test_layers_of_llama_4():
     assert read(attention_chunk_size=5, layer_types=kinds).sliding_windows == (None, -5, None, -5)
     with refused(ConfigError, "chunked_attention, but no window", "`attention_chunk_size`"):
         read(attention_chunk_size=None, layer_types=kinds)
+
+
+def test_layers_of_gemma_4():
+    usual = {"model_type": "gemma4_text", **SIZES, "head_dim": 8, "num_hidden_layers": 12, "num_key_value_heads": 4}
+    usual["vocab_size_per_layer_input"] = SIZES["vocab_size"]
+
+    def read(**changes):
+        return ModelConfig.from_hf({**usual, **changes})
+
+    model = read(num_kv_shared_layers=4, global_head_dim=16)
+    assert model.sliding_windows == ((512,) * 5 + (None,)) * 2
+    assert [size.source for size in model.layer_sizes] == [*range(8), 7, 7, 7, 5]
+    assert (model.num_slot_layers, model.head_dim, model.rope.head_dim, model.local_rope.head_dim) == (8, 16, 16, 8)
+    assert (model.rope.type, model.rope.partial_rotary_factor, model.rope.theta) == ("proportional", 0.25, 1e6)
+    assert (model.local_rope.type, model.local_rope.theta, model.attention_scale) == ("default", 1e4, 1.0)
+    wide = read(attention_k_eq_v=True, num_global_key_value_heads=2, global_head_dim=16)
+    assert wide.layer_sizes[5] == LayerSizes(16, 2, wide.intermediate_size, 5, repeats_keys=True)
+    assert wide.layer_sizes[4] == LayerSizes(8, 4, wide.intermediate_size, 4)
+    written = {str(layer): {"head_dim": 16, "num_key_value_heads": 2} for layer in (5, 11)}
+    assert read(attention_k_eq_v=True, per_layer_config=written) == wide
+    assert read(num_global_key_value_heads=2).num_kv_heads == 4  # only for values that are keys
+    assert read(hidden_size_per_layer_input=0, vocab_size_per_layer_input=1).layer_inputs is None
+    widened = read(num_kv_shared_layers=4, use_double_wide_mlp=True)
+    assert [size.intermediate_size // widened.intermediate_size for size in widened.layer_sizes] == [1] * 8 + [2] * 4
+    for changes, text in (
+        ({"enable_moe_block": True}, "`enable_moe_block` True"),
+        ({"num_kv_shared_layers": 7}, "leaves layer 5 no earlier one"),
+        ({"num_kv_shared_layers": 12}, "leaves layer 0 no earlier one"),
+        ({"global_head_dim": 4}, "heads of [(4, 4)] in layers without a window and [(8, 4)]"),
+        ({"per_layer_config": {**written, "11": {"head_dim": 32}}}, "heads of [(16, 2), (32, 4)]"),
+        ({"per_layer_config": {"5": {"sliding_window": 3}}}, "`per_layer_config` must give"),
+        ({"per_layer_config": {"full_attention": {"head_dim": 16}}}, "`per_layer_config` must give"),
+        ({"vocab_size_per_layer_input": 3}, "`vocab_size_per_layer_input` 3 is below"),
+        ({"rope_parameters": {"rope_type": "default"}}, "settings for full_attention and sliding_attention"),
+    ):
+        with refused(UnsupportedError, text, 'engine="transformers"'):
+            read(**changes)
+    with refused(ConfigError, "head widths must be even", "(15, 4)"):
+        read(global_head_dim=15)
 
 
 def test_rope_in_all_spellings():

@@ -49,7 +49,7 @@ FAMILIES = {
         },
     ),
 }
-FAMILIES |= {name: (name, kernel_size(name)) for name in FURTHER}
+FAMILIES |= {name: (name, kernel_size(name)) for name in FURTHER if name != "gemma4"}
 FAMILIES["llama4"][1]["attention_chunk_size"] = 8  # trees cross multiples of pages
 FAMILIES["qwen3-next-dense"] = ("qwen3-next", {"head_dim": 32, "num_experts": 0})
 PARENTS = [-1, 0, 0, 1, 1, 2, 5, 3, -1]

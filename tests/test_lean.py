@@ -10,7 +10,7 @@ from draftwing.cpu.library import get_kernel
 from draftwing.decode import Decoder
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.models.context import Context, FeatureSpec, TargetOutput
-from draftwing.models.lean import LeanTarget
+from draftwing.models.lean import LeanTarget, resized
 from draftwing.sampling import Sampling
 from draftwing.tree import PAD, Accepted, DraftTree
 
@@ -90,6 +90,26 @@ ONE, RAGGED = [[3, 8, 12, 5]], [list(range(3, 23)), [4], [9, 9, 30, 31, 32]]
 def test_logits_of_every_family(family, prompts, folder_of):
     target = LeanTarget.from_folder(folder_of(family), torch.float64)
     check_trees(float64_norms(build(family)), target, prompts)
+
+
+GEMMA_4 = {
+    "all": {},
+    "no inputs, nothing shared": {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
+    "values of their own": {"attention_k_eq_v": False, "num_global_key_value_heads": None, "attention_bias": True},
+}
+
+
+@pytest.mark.parametrize("changes", GEMMA_4.values(), ids=GEMMA_4)
+def test_whole_texts_of_gemma_4(changes, folder_of):
+    """In one causal forward, also by a draft model whose tokens have other ids."""
+    target, ids = LeanTarget.from_folder(folder_of("gemma4", **changes), torch.float64), torch.arange(3, 43)[None]
+    found, wanted = target.score(ids).logits, reference(float64_norms(build("gemma4", **changes)), ids[0].tolist())
+    torch.testing.assert_close(found, wanted.logits, rtol=0, atol=1e-10)
+    torch.testing.assert_close(resized(target, 50).score(ids).logits, found[..., :50], rtol=0, atol=1e-10)
+    rows = [*reversed(range(61)), -1]
+    other = LeanTarget.from_folder(folder_of("gemma4", **changes), torch.float64, rows=rows).score(60 - ids).logits
+    torch.testing.assert_close(other[..., :61], found.flip(-1), rtol=0, atol=1e-10)
+    assert (other[..., 61] == -torch.inf).all()
 
 
 def test_experts_in_blocks_of_4_bits(tmp_path):

@@ -236,7 +236,9 @@ def test_positions_that_depend_on_the_prompt_share_nothing(folder_of):
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [("qwen3", torch.float64), ("lfm2", torch.float64), ("lfm2", torch.float32)], ids=str
+    ("family", "dtype"),
+    [("qwen3", torch.float64), ("lfm2", torch.float64), ("lfm2", torch.float32), ("gemma4", torch.float64)],
+    ids=str,
 )
 def test_recorded_forwards_look_into_pages_too(family, dtype, folder_of):
     """And those of the kernel, which are not recorded; the inputs of convolutions lie in pages too."""

@@ -27,6 +27,8 @@ SETTINGS = {
     "default-narrow": (6, 512, None, {"rope_theta": 1000000}),
     "linear": (64, 512, {"type": "linear", "factor": 2.5}, {}),
     "linear-int": (80, 512, {"rope_type": "linear", "factor": 4}, {"rope_theta": 500000.0}),
+    "proportional": (40, 512, {"rope_type": "proportional", "partial_rotary_factor": 0.3, "rope_theta": 1e6}, {}),
+    "proportional-stretched": (64, 512, {"rope_type": "proportional", "factor": 8.0, "rope_theta": 1e4}, {}),
     "dynamic": (64, 128, {"type": "dynamic", "factor": 2.0}, {}),
     "dynamic-int": (20, 100, {"type": "dynamic", "factor": 3}, {"rope_theta": 500000.0}),
     "dynamic-odd": (128, 96, {"type": "dynamic", "factor": 1.1}, {"rope_theta": 12345.678}),
@@ -202,7 +204,7 @@ def test_a_gpu_agrees_with_transformers_there(name):
     ("text", "changes"),
     [
         ('RoPE type "longrope" is not supported by the lean decoder', {"type": "longrope"}),
-        ("expected one of default, linear, dynamic, llama3, yarn. Use engine=", {"type": "su"}),
+        ("expected one of default, linear, dynamic, llama3, yarn, proportional. Use engine=", {"type": "su"}),
         ("must be even, from 2 to 8, found 3. Correct it", {"rotary_dim": 3}),
         ("must be even, from 2 to 8, found 10", {"rotary_dim": 10}),
         ("must be even, from 4 to 8, found 2", {"type": "dynamic", "rotary_dim": 2}),

@@ -211,6 +211,24 @@ def test_what_is_watched_is_transformers_attention(family, runs, folder_of):
     assert torch.equal(ctx.cache.data, before)
 
 
+def test_layers_that_share_slots_look_at_them_one_by_one(folder_of):
+    """Gemma 4: three layers have slots, and in some each KV head stands for two."""
+    target, model = LeanTarget.from_folder(folder_of("gemma4"), torch.float64), float64_norms(build("gemma4"))
+    ctx = target.new_context()
+    for text in TEXTS:
+        target.prefill(ctx, text)
+    assert len(ctx.cache.data) == 3
+    before = ctx.cache.data.clone()
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        weights = model(torch.tensor([TEXTS[0][:-1]]), output_attentions=True).attentions
+    wanted = torch.stack([layer[0] for layer in weights])[:, :, 30:, :30].sum(2).view(6, 4, 2, 30).sum(2)
+    torch.testing.assert_close(target.watch(ctx, 0, 30).double(), wanted, rtol=1e-3, atol=1e-4)
+    assert torch.equal(ctx.cache.data, before)
+    view = View(torch.arange(60, dtype=torch.int32).expand(2, 6, 4, 60).contiguous(), ctx.lengths)
+    torch.testing.assert_close(run(ctx, TREE, view), run(ctx, TREE), rtol=0, atol=1e-10)
+
+
 def values_of(watched, pool: int, grain: int) -> list[float]:
     """What each group of slots counts with, in loops."""
     size, found = len(watched), []
@@ -438,6 +456,12 @@ def test_recurrent_layers_read_no_slots(folder_of):
             load_drafter(name, target, None)
     with refused(UnsupportedError, "other has recurrent layers", "leave kv_memory out"):
         Decoder(target, kv_memory=1 << 26)
+
+
+def test_layers_that_depend_on_whole_forwards_do_not_run_alone(folder_of):
+    target = LeanTarget.from_folder(folder_of("gemma4"), torch.float64, name="other")
+    with refused(UnsupportedError, "draft 'early-exit' runs single layers", "layers of other depend on inputs"):
+        load_drafter("early-exit", target, None)
 
 
 @pytest.mark.parametrize("name", ["self-window", "self-snapkv"])

@@ -272,7 +272,7 @@ def check_kv_memory(
         return  # refused for another reason
     dtype = _dtype(model.get("dtype", "float32"), values)
     itemsize = 4 if device.type == "cpu" and dtype.itemsize == 2 else dtype.itemsize
-    page_bytes = 2 * config.num_layers * config.num_slot_heads * config.slot_width * itemsize * PAGE
+    page_bytes = 2 * config.num_slot_layers * config.num_slot_heads * config.slot_width * itemsize * PAGE
     check_memory(kv_memory, page_bytes, least_pages(budget or Budget()), device)
 
 

@@ -114,6 +114,7 @@ def _special_features(head: Head) -> dict[str, str]:
 _ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "linear": (),
     "dynamic": (),
+    "proportional": ("partial_rotary_factor",),
     "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (
         "original_max_position_embeddings",

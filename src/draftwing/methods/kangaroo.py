@@ -60,7 +60,7 @@ class KangarooNet(DraftNet):
         super().__init__(config, *parts, **options)
         hidden, width = config.hidden_size, config.head_dim
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, width
-        self.q_norm = self.k_norm = self.mixer = None  # an ``Attend`` reads these attributes of its caller
+        self.q_norm = self.k_norm = self.v_norm = self.mixer = None  # an ``Attend`` reads these of its caller
         self.traits = HeadTraits(rotation=(0, config.rope.rotary_dim // 2))  # a target's other rotations come later
         self.input_norm, self.norm = self.new_norm(hidden), self.new_norm(hidden)
         self.qkv = self.new_matrix((config.num_heads + 2 * config.num_kv_heads) * width, hidden)

@@ -47,12 +47,13 @@ class HeadTraits:
     value_dim: int | None = None  # width of values, if smaller than that of keys
     shared_dim: int = 0  # first channels of keys, which all heads share
     is_gated: bool = False  # columns after the values, one for each of the result, are its gates
+    source: int | None = None  # the layer whose keys and values are attended to, if several layers share them
 
     @property
     def is_plain(self) -> bool:
         """True if the Triton kernels compute it."""
         special = self.cap or self.norms_rotated or self.sinks is not None
-        return not special and self.rotation is None and self.query_scale is None
+        return not special and self.rotation is None and self.query_scale is None and self.source is None
 
 
 PLAIN_HEADS = HeadTraits()
@@ -66,6 +67,7 @@ class Heads(Protocol):
     head_dim: int
     q_norm: Any
     k_norm: Any
+    v_norm: Any
     traits: HeadTraits
     mixer: Any  # a ``layers.ShortConvolution`` or ``recurrent.GatedDelta`` instead of heads, or None
 
@@ -169,12 +171,15 @@ class Attention(ABC):
             mixed: Tensor = heads.mixer.mix(layer, qkv[:real], self)
             return F.pad(mixed, (0, 0, 0, len(qkv) - real))
         qk, v = _split(qkv[:real].view(real, -1, heads.head_dim), (num_heads + num_kv_heads, num_kv_heads), 1)
-        traits, cis, normed = heads.traits, self.cis, heads.q_norm is not None and heads.k_norm is not None
+        traits, cis, normed = heads.traits, self.cis, heads.q_norm is not None
         if traits.rotation is not None:
             cis = cis.narrow(-1, *traits.rotation)
         if normed and not traits.norms_rotated:
             q, k = _split(qk, (num_heads, num_kv_heads), 1)
-            qk = torch.cat([heads.q_norm.forward(q), heads.k_norm.forward(k)], 1)
+            q = heads.q_norm.forward(q)
+            qk = q if heads.k_norm is None else torch.cat([q, heads.k_norm.forward(k)], 1)
+        if heads.v_norm is not None:
+            v = heads.v_norm.forward(v)
         q, k = _split(rotate(qk, cis) if cis.shape[-1] else qk, (num_heads, num_kv_heads), 1)
         if normed and traits.norms_rotated:
             q, k = _norm_rotated(heads.q_norm, q, cis), _norm_rotated(heads.k_norm, k, cis)
@@ -184,7 +189,10 @@ class Attention(ABC):
 
     @abstractmethod
     def mix(self, layer: int, traits: HeadTraits, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(R, K, D) each, k and v with the KV heads alone -> (R, heads * D)."""
+        """(R, K, D) each, k and v with the KV heads alone -> (R, heads * D).
+
+        Without KV heads, the keys and values are those of layer ``traits.source``, which was called before.
+        """
 
 
 @dataclass(frozen=True)
@@ -253,6 +261,19 @@ class SlotAttention(Attention):
     def _prepare(self, where: TreeSlots) -> None:
         """Compute the masks and indices of all layers."""
 
+    def _fitted(self, heads: Tensor, count: int) -> Tensor:
+        """(R, K, D) -> (B, N, count, D of slots): heads are repeated, and narrow ones continued with zeros."""
+        rows, nodes, _, _, dim = self._shape
+        if heads.shape[1] < count:
+            heads = heads.repeat_interleave(count // heads.shape[1], 1)
+        if heads.shape[2] < dim:
+            heads = F.pad(heads, (0, dim - heads.shape[2]))
+        return heads.view(rows, nodes, count, dim)
+
+    def _folded(self, q: Tensor) -> Tensor:
+        """Queries (R, heads, D) -> (B, N, K, heads / K, D)."""
+        return self._fitted(q, self._shape[2] * self._shape[3]).view(self._shape)
+
     def before(self, layer: int, inputs: Tensor, count: int) -> Tensor:
         """The inputs (R, count, H) of a convolution at the tokens before each row, the oldest first; zeros without.
 
@@ -320,13 +341,15 @@ class TreeAttention(SlotAttention):
         self._out_view = self._out[: rows * nodes].view(self._shape)
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write k and v (B, N, K, D) into the nodes' slots; returns keys and values (B, K, width, D) to attend to.
+        """Write k and v (R, K, D), if any, into the nodes' slots; returns keys and values (B, K, width, D) to attend.
 
         Slots in pages are gathered.
         """
         keys, values = self._kv[layer]
         into, at = self._fresh
-        keys[into, :, at], values[into, :, at] = k.to(keys.dtype), v.to(values.dtype)
+        if k.shape[1]:
+            k, v = self._fitted(k, self._shape[2]), self._fitted(v, self._shape[2])
+            keys[into, :, at], values[into, :, at] = k.to(keys.dtype), v.to(values.dtype)
         if self._seen is None:
             return keys[self._rows, :, : self._width], values[self._rows, :, : self._width]
         return keys[0][:, self._seen].transpose(0, 1), values[0][:, self._seen].transpose(0, 1)
@@ -358,8 +381,8 @@ class TreeAttention(SlotAttention):
     def mix(self, layer: int, traits: HeadTraits, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(R, heads, D) each -> (padded R, num_heads * D)."""
         rows, nodes, kv_heads, _, dim = self._shape
-        keys, values = self._write(layer, k.view(rows, nodes, kv_heads, dim), v.view(rows, nodes, kv_heads, dim))
-        self._q_view.copy_(q.view(self._shape))
+        keys, values = self._write(layer if traits.source is None else traits.source, k, v)
+        self._q_view.copy_(self._folded(q))
         mask = self._masks[self._windows[layer], self._causal[layer]]
         mixed = attend(self._q, keys, values, mask, self._scale, traits)
         mixed = mixed[:, :, : self._queries].view(rows, kv_heads, nodes, self._groups, dim)
@@ -409,11 +432,16 @@ class CausalAttention(Attention):
         super().__init__(cis)
         self._rows, self._length, self._windows, self._scale = num_rows, length, windows, scale
         self._masks: dict[int, Tensor] = {}
+        self._shared: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of layers that others attend to
         self._order: WalkOrder | None = None  # for recurrent layers
 
     def mix(self, layer: int, traits: HeadTraits, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(R, heads, D) each -> (R, heads * D)."""
         mask = self._mask(self._windows[layer], q.device)
+        if traits.source is not None:
+            if k.shape[1]:
+                self._shared[traits.source] = k, v
+            k, v = self._shared[traits.source]
         q, k, v = (x.view(self._rows, self._length, -1, x.shape[-1]).transpose(1, 2) for x in (q, k, v))
         scale = self._scale if traits.scale is None else traits.scale
         if traits.cap or traits.sinks is not None:
@@ -477,15 +505,17 @@ class ViewAttention(SlotAttention):
     def mix(self, layer: int, traits: HeadTraits, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(R, heads, D) each -> (padded R, num_heads * D)."""
         rows, nodes, kv_heads, groups, dim = self._shape
-        keys, values = self._cache.data[layer, :, :, :kv_heads].unbind(0)
+        source = layer if traits.source is None else traits.source
+        keys, values = self._cache.data[source, :, :, :kv_heads].unbind(0)
         row, fresh = self._cache.place(self._row, self._places[:, self._first :])
-        keys[row, :, fresh], values[row, :, fresh] = (x.view(rows, nodes, kv_heads, dim) for x in (k, v))
+        if k.shape[1]:
+            keys[row, :, fresh], values[row, :, fresh] = (self._fitted(x, kv_heads) for x in (k, v))
         seen = self._slots[:, layer if self._slots.shape[1] > 1 else 0]
         seen = torch.where(self._is_seen[:, None], seen, 0).expand(-1, kv_heads, -1).long()
         index = torch.cat([seen, self._places[:, None].expand(-1, kv_heads, -1)], 2)
         row, index = self._cache.place(self._row[:, :, None], index)
         at = row, self._head[None, :, None], index
-        folded = q.view(self._shape).permute(0, 2, 1, 3, 4).reshape(rows, kv_heads, nodes * groups, dim)
+        folded = self._folded(q).permute(0, 2, 1, 3, 4).reshape(rows, kv_heads, nodes * groups, dim)
         mask = self._visible(self._windows[layer], seen)
         mixed = attend(folded, keys[at], values[at], mask, self._scale, traits)
         mixed = mixed.view(rows, kv_heads, nodes, groups, dim).permute(0, 2, 1, 3, 4).reshape(rows * nodes, -1)
@@ -526,8 +556,9 @@ class WatchAttention(SlotAttention):
     def mix(self, layer: int, traits: HeadTraits, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(R, heads, D) each -> (padded R, num_heads * D); k and v equal the slots' content."""
         _, nodes, kv_heads, groups, dim = self._shape
-        keys, values = (x[self._at[0], :, self._at[1]].transpose(0, 1) for x in self._kv[layer])
-        folded = q.view(self._shape[1:]).transpose(0, 1).reshape(kv_heads, nodes * groups, dim)
+        source = layer if traits.source is None else traits.source
+        keys, values = (x[self._at[0], :, self._at[1]].transpose(0, 1) for x in self._kv[source])
+        folded = self._folded(q)[0].transpose(0, 1).reshape(kv_heads, nodes * groups, dim)
         scores = (folded @ keys.transpose(1, 2)).mul_(self._scale if traits.scale is None else traits.scale)
         if traits.cap:
             scores = (scores / traits.cap).tanh_().mul_(traits.cap)

@@ -182,7 +182,7 @@ class ConfigReader:
 
 # --- rotary position embeddings --------------------------------------------------------------------------------------
 
-ROPE_TYPES: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_TYPES: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn", "proportional")
 
 
 def _check_rope_type(kind: str, read: ConfigReader) -> None:
@@ -215,6 +215,7 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    partial_rotary_factor: float = 1.0  # share of the pairs that turn (proportional); the others have frequency 0
 
     def __post_init__(self) -> None:
         _check_rope_type(self.type, ConfigReader({}, "RopeConfig"))
@@ -223,7 +224,7 @@ class RopeConfig:
         dim_is_valid = self.rotary_dim % 2 == 0 and min_dim <= self.rotary_dim <= self.head_dim
         dim_text = f"rotary_dim (head_dim times partial_rotary_factor) must be even, from {min_dim} to {self.head_dim}"
         has_original, original_text = isinstance(original, int) and original > 0, "original_max_position_embeddings"
-        bands = self.low_freq_factor, self.high_freq_factor
+        bands, share = (self.low_freq_factor, self.high_freq_factor), self.partial_rotary_factor
         checks: tuple[tuple[bool, str, object], ...] = (
             (dim_is_valid, dim_text, self.rotary_dim),
             (self.theta > 1, "rope_theta must be above 1", self.theta),
@@ -234,6 +235,7 @@ class RopeConfig:
             (not yarn or self.beta_slow > 0, "beta_slow must be above 0", self.beta_slow),
             (not llama3 or 0 < bands[0] < bands[1], "0 < low_freq_factor < high_freq_factor must hold", bands),
             (isinstance(self.truncate, bool), "truncate must be true or false", self.truncate),
+            (0 <= share <= 1, "partial_rotary_factor must be from 0 to 1", share),
         )
         for holds, expected, value in checks:
             if not holds:
@@ -278,11 +280,14 @@ class RopeConfig:
                 f'RoPE type "{kind}" does not exist for phi3; expected "default". Correct it, or {_DOWNLOAD}'
             )
         share = ConfigReader({**config, **table}, read.where).number("partial_rotary_factor", partial or 1.0)
+        proportional = share if kind == "proportional" else 1.0
+        share = 1.0 if kind == "proportional" else share
         # The models of the other families ignore the key, or fail.
         if partial is None and share != 1.0:
             raise read.unsupported(f"`partial_rotary_factor` {share} has no meaning for {model_type}.")
         base = read.number("rope_theta", whole.number("rope_theta", theta)) * theta_factor
         settings = _rope_settings(kind, read, config, max_position_embeddings)
+        settings["partial_rotary_factor"] = proportional
         try:
             return cls(kind, base, head_dim, int(head_dim * share), max_position_embeddings, **settings)
         except ConfigError as error:
@@ -305,7 +310,7 @@ def _rope_settings(kind: str, read: ConfigReader, config: Mapping[str, Any], max
     if kind == "yarn" and "factor" in table and table["factor"] is None and original > 0:
         settings["factor"] = max_positions / original  # DeepSeek's spelling
     elif kind != "default":
-        settings["factor"] = read.number("factor")
+        settings["factor"] = read.number("factor", *([1.0] if kind == "proportional" else []))
     if kind == "llama3":
         settings.update({key: read.number(key) for key in ("low_freq_factor", "high_freq_factor")})
     if kind == "yarn":
@@ -384,6 +389,17 @@ class DeltaConfig:
 
 
 @dataclass(frozen=True)
+class LayerSizes:
+    """The sizes of a layer."""
+
+    head_dim: int
+    num_kv_heads: int
+    intermediate_size: int
+    source: int  # the layer whose keys and values it attends to: itself, or an earlier one; then it has only queries
+    repeats_keys: bool = False  # values are projected by the matrix of keys
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The shape of a decoder: a family's traits (``models.families``) with the values of one model."""
 
@@ -394,7 +410,7 @@ class ModelConfig:
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # width of the widest heads
     rms_norm_eps: float
     activation: Activation
     max_position_embeddings: int
@@ -432,6 +448,9 @@ class ModelConfig:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float = 0.0  # see ``score_cap``
+    layer_sizes: tuple[LayerSizes, ...] = ()  # one entry per layer; empty if all have the model's
+    # tokens and width of the embeddings that each layer reads; None without them
+    layer_inputs: tuple[int, int] | None = None
     kv_dtype: str | None = None  # int8: keys and values in 8 bits, in the CPU kernel
 
     @property
@@ -442,6 +461,17 @@ class ModelConfig:
     def runs_dense(self) -> bool:
         """True if a forward knows what it computes before it runs: no experts, and no states that are walked."""
         return self.moe is None and self.delta is None
+
+    def sizes_of(self, layer: int) -> LayerSizes:
+        """The sizes of a layer."""
+        if self.layer_sizes:
+            return self.layer_sizes[layer]
+        return LayerSizes(self.head_dim, self.num_kv_heads, self.intermediate_size, layer)
+
+    @property
+    def num_slot_layers(self) -> int:
+        """The number of first layers that write keys and values into slots."""
+        return sum(sizes.source == layer for layer, sizes in enumerate(self.layer_sizes)) or self.num_layers
 
     @property
     def num_slot_heads(self) -> int:
@@ -487,11 +517,18 @@ class ModelConfig:
         hidden = read.integer("hidden_size")
         max_positions = read.integer("max_position_embeddings", family.max_positions)
         windows = _windows(read, family, layers)
+        intermediate, local_dim = _intermediate_size(read, family), head_dim
+        sizes: tuple[LayerSizes, ...] = ()
+        if family.is_layered:
+            windows = (*windows[:-1], None)
+            sizes = _layer_sizes(read, heads, LayerSizes(head_dim, kv_heads, intermediate, 0), windows)
+            head_dim, kv_heads = sizes[-1].head_dim, max(size.num_kv_heads for size in sizes)
+            local_dim = min(size.head_dim for size in sizes)
         rotates = _rotates(read, family, windows)
         rope, local_rope = _ropes(
-            read, family, model_type, head_dim if latent is None else latent.rope_dim, max_positions
+            read, family, model_type, head_dim if latent is None else latent.rope_dim, max_positions, local_dim
         )
-        scale = read.setting(family.scale)
+        scale = 1.0 if family.is_layered else read.setting(family.scale)
         if latent is not None:
             rope = replace(rope, head_dim=head_dim)
             if rope.type != "default" and rope.mscale_all_dim and rope.factor > 1:
@@ -501,7 +538,7 @@ class ModelConfig:
             model_type=model_type,
             vocab_size=read.integer("vocab_size"),
             hidden_size=hidden,
-            intermediate_size=_intermediate_size(read, family),
+            intermediate_size=intermediate,
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
@@ -537,6 +574,8 @@ class ModelConfig:
             residual_scale=read.setting(family.residual_scale or 1.0),
             logit_scale=read.setting(family.logit_scale or 1.0) / _divisor(read, family),
             logit_cap=read.setting(family.logit_cap) or 0.0,
+            layer_sizes=sizes,
+            layer_inputs=_layer_inputs(read) if family.is_layered else None,
         )
 
 
@@ -670,6 +709,63 @@ def _heads(read: ConfigReader, family: Family, latent: LatentConfig | None) -> t
     return read.integer("num_hidden_layers", maximum=10000), heads, kv_heads, head_dim
 
 
+def _layer_sizes(
+    read: ConfigReader, heads: int, usual: LayerSizes, windows: tuple[int | None, ...]
+) -> tuple[LayerSizes, ...]:
+    """The sizes of each layer; ``usual`` are those of layers with a window."""
+    layers, repeats_keys = len(windows), read.flag("attention_k_eq_v", False)
+    changes = read.config.get("per_layer_config")
+    if "per_layer_config" not in read.config:  # as it is published; transformers 5 writes the sizes of each layer
+        entry = {"head_dim": read.integer("global_head_dim", 512)}
+        if repeats_keys:
+            entry["num_key_value_heads"] = read.integer("num_global_key_value_heads", usual.num_kv_heads)
+        changes = {str(layer): entry for layer, window in enumerate(windows) if window is None}
+    known, entries = {str(layer) for layer in range(layers)}, changes or {}
+    names = {"head_dim", "num_key_value_heads"}
+    if not isinstance(entries, Mapping) or any(
+        key not in known or not isinstance(entry, Mapping) or set(entry) - names for key, entry in entries.items()
+    ):
+        raise read.unsupported(f"`per_layer_config` must give {' and '.join(sorted(names))} of layers by their number.")
+
+    def heads_of(layer: int) -> tuple[int, int]:
+        own = ConfigReader(entries.get(str(layer), {}), f"{read.where}: per_layer_config of layer {layer}")
+        return own.integer("head_dim", usual.head_dim), own.integer("num_key_value_heads", usual.num_kv_heads)
+
+    wide, narrow = (
+        {heads_of(i) for i, window in enumerate(windows) if (window is None) == is_full} for is_full in (True, False)
+    )
+    full, local = max(wide), max(narrow or wide)
+    if len(wide) > 1 or len(narrow) > 1 or local[0] > full[0] or max(full[1], local[1]) % min(full[1], local[1]):
+        raise read.unsupported(f"heads of {sorted(wide)} in layers without a window and {sorted(narrow)} in others.")
+    if any(head_dim % 2 or heads % kv_heads for head_dim, kv_heads in (full, local)):
+        raise read.error(
+            f"head widths must be even, and `num_attention_heads` {heads} a multiple of the KV heads, found (width, KV "
+            f"heads) {full} and {local}. Correct them, or {_DOWNLOAD}"
+        )
+    first = layers - read.integer("num_kv_shared_layers", 0, minimum=0)
+    width, factor = usual.intermediate_size, 2 if read.flag("use_double_wide_mlp", False) else 1
+    sizes = []
+    for layer, window in enumerate(windows):
+        head_dim, kv_heads = full if window is None else local
+        repeats, alike = repeats_keys and window is None, [i for i in range(min(layer, first)) if windows[i] == window]
+        if layer < first:
+            sizes.append(LayerSizes(head_dim, kv_heads, width, layer, repeats))
+        elif alike:
+            sizes.append(LayerSizes(head_dim, kv_heads, width * factor, alike[-1]))
+        else:
+            raise read.unsupported(f"`num_kv_shared_layers` leaves layer {layer} no earlier one of its type.")
+    return tuple(sizes)
+
+
+def _layer_inputs(read: ConfigReader) -> tuple[int, int] | None:
+    """Tokens and width of the embeddings that each layer reads."""
+    width = read.integer("hidden_size_per_layer_input", 256, minimum=0)
+    count, vocab_size = read.integer("vocab_size_per_layer_input", 262144), read.integer("vocab_size")
+    if width and count < vocab_size:
+        raise read.unsupported(f"`vocab_size_per_layer_input` {count} is below `vocab_size` {vocab_size}.")
+    return (count, width) if width else None
+
+
 def _windows(read: ConfigReader, family: Family, layers: int) -> tuple[int | None, ...]:
     """The sliding window of each layer in tokens, a negative chunk, or None."""
     window, rule = None, family.windows
@@ -747,14 +843,14 @@ def _rotates(read: ConfigReader, family: Family, windows: tuple[int | None, ...]
 
 
 def _ropes(
-    read: ConfigReader, family: Family, model_type: str, head_dim: int, max_positions: int
+    read: ConfigReader, family: Family, model_type: str, head_dim: int, max_positions: int, local_dim: int
 ) -> tuple[RopeConfig, RopeConfig | None]:
-    """The RoPE settings, and those of layers with a window if they have their own."""
+    """The RoPE settings, and those of layers with a window, with heads of ``local_dim``, if they have their own."""
     config = dict(read.config)
     if family.rope and not config.get("rope_scaling") and not config.get("rope_parameters"):
         config["rope_parameters"] = family.rope
 
-    def make(settings: Mapping[str, Any], theta: float) -> RopeConfig:
+    def make(settings: Mapping[str, Any], theta: float, head_dim: int) -> RopeConfig:
         return RopeConfig.from_hf(
             settings,
             model_type=model_type,
@@ -766,7 +862,7 @@ def _ropes(
 
     local = family.local_theta
     if local is None:
-        return make(config, family.theta), None
+        return make(config, family.theta, head_dim), None
     tables = config.get("rope_parameters")
     if isinstance(tables, Mapping) and any(isinstance(table, Mapping) for table in tables.values()):
         unknown = sorted(set(tables) - {"full_attention", "sliding_attention"})
@@ -776,13 +872,16 @@ def _ropes(
         full, slides = (tables.get(f"{kind}_attention") or {} for kind in ("full", "sliding"))
         full = {**full, **(config.get("rope_scaling") or {})}
         base = slides.get("rope_theta", read.setting(local))
-        return make({**config, "rope_scaling": None, "rope_parameters": full}, family.theta), make(
-            {**rest, "rope_theta": base, "rope_parameters": slides}, base
+        return make({**config, "rope_scaling": None, "rope_parameters": full}, family.theta, head_dim), make(
+            {**rest, "rope_theta": base, "rope_parameters": slides}, base, local_dim
         )
+    if family.is_layered:
+        raise read.unsupported("`rope_parameters` must have settings for full_attention and sliding_attention.")
     # transformers 4 stretches the layers with full attention alone.
     rest = {name: value for name, value in config.items() if name != "rope_parameters"}
     base = read.setting(local)
-    return make(rest, family.theta), make({**rest, "rope_scaling": None, "rope_theta": base}, base)
+    local_rope = make({**rest, "rope_scaling": None, "rope_theta": base}, base, local_dim)
+    return make(rest, family.theta, head_dim), local_rope
 
 
 def _query_scale(read: ConfigReader, family: Family, rotates: tuple[bool, ...]) -> tuple[float, int, int] | None:

@@ -163,6 +163,10 @@ class Family:
     # the gated delta rule instead of attention: with a matrix for each input (split), or two for all, ordered by key
     # head (fused). The other layers gate what attention returns.
     delta: Literal["split", "fused"] | None = None
+    # Heads are wider in layers without a window, of which the last layer is one; values are normed without weights; the
+    # last layers attend to keys and values of earlier ones; each layer reads an embedding, and scales its result. The
+    # factor of scores is 1 (Gemma 4).
+    is_layered: bool = False
 
     # rotary position embeddings
     theta: float = 10000.0
@@ -197,7 +201,7 @@ class Family:
     @property
     def is_changed_by_reading(self) -> bool:
         """True if tensors are read in another form than they are stored in, so that they are not written back."""
-        return self.is_interleaved or self.is_latent or self.norm_offset != 0 or self.norm_bias
+        return self.is_interleaved or self.is_latent or self.is_layered or self.norm_offset != 0 or self.norm_bias
 
 
 _BIAS = Key("attention_bias", False)
@@ -383,6 +387,16 @@ FAMILIES: Final[dict[str, Family]] = {
         pattern=Key("sliding_window_pattern", 6), theta=1e6, local_theta=Key("rope_local_base_freq", 10000.0),
         logit_cap=Key("final_logit_softcapping", None),
         refused={"use_bidirectional_attention": (False,), "attn_logit_softcapping": ()},
+    ),
+    "gemma4_text": Family(
+        "Gemma4ForCausalLM", 131072, kv_heads=4, head_dim=256,
+        **{**_GEMMA, **_GEMMA_2, "norm_offset": 0.0, "scale": None, "scale_power": 1.0}, qk_norm="head", window=512,
+        pattern=6, theta=1e6, local_theta=10000.0, is_layered=True, logit_cap=Key("final_logit_softcapping", None),
+        rope={
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        refused={"use_bidirectional_attention": ("vision",), "enable_moe_block": (False,)},
     ),
     "exaone4": Family(
         "Exaone4ForCausalLM", 2048, kv_heads=32, eps=_EPS5, bos=0, eos=2, qk_norm="head", windows="pattern",

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from draftwing.cpu.program import Routed, Traced, join
 from draftwing.models import gpu
 from draftwing.models.attention import PLAIN_HEADS, Attend, HeadTraits
-from draftwing.models.linear import Linear
+from draftwing.models.linear import Embedding, Linear
 from draftwing.models.recurrent import GatedDelta
 
 # The operators without their Python wrappers, which cost more than the work on a handful of rows.
@@ -389,6 +389,48 @@ class ShortConvolution(nn.Module):
         return out * gates
 
 
+class LayerInputs(nn.Module):
+    """The inputs of all layers: of a token, and of its projected embedding (Gemma 4).
+
+    Args:
+        table: (V, layers * width).
+        projection: (layers * width, H).
+        norm: of ``width``.
+    """
+
+    def __init__(self, table: Embedding, projection: Linear, norm: RMSNorm) -> None:
+        super().__init__()
+        self.table, self.projection, self.norm = table, projection, norm
+
+    def forward(self, ids: Tensor, x: Tensor) -> Sequence[Tensor]:
+        """Tokens (R,) and their scaled embeddings (R, H) -> (R, width) for each layer."""
+        width = self.norm.weight.shape[0]
+        projected = scaled(self.projection.forward(x), x.shape[1] ** -0.5).view(len(x), -1, width)
+        tokens = scaled(self.table.forward(ids), width**0.5).view_as(projected)
+        both: Tensor = scaled(self.norm.forward(projected) + tokens, 2**-0.5)
+        return both.unbind(1)
+
+
+class GatedInput(nn.Module):
+    """Adds norm(projection(activation(gate(x)) * input)) to the stream (Gemma 4)."""
+
+    def __init__(self, gate: Linear, projection: Linear, norm: RMSNorm, activation: str) -> None:
+        super().__init__()
+        self.gate, self.projection, self.norm = gate, projection, norm
+        self.activation = ACTIVATIONS[activation]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weights that a token reads."""
+        return self.gate.num_bytes + self.projection.num_bytes
+
+    def forward(self, x: Tensor, own: Tensor) -> Tensor:
+        """(R, H) and the layer's input (R, width) -> (R, H)."""
+        gated = self.activation(self.gate.forward(x)) * own
+        added: Tensor = add_normed(x, self.projection.forward(gated), self.norm)
+        return added
+
+
 class DecoderLayer(nn.Module):
     """Attention or another mixer, and MLP, each added to the residual stream.
 
@@ -397,11 +439,14 @@ class DecoderLayer(nn.Module):
         qkv: (H_in, (heads + 2 * KV heads) * width), queries first.
         post_norm: before the MLP, or None: it reads the stream (OLMo 2), or what attention reads (``is_parallel``).
         heads: number of query heads and of KV heads, and their width.
-        norms: of queries and keys, or None: of each head (Qwen3), or of all heads together (OLMo 2).
+        norms: of queries and keys, or None: of each head (Qwen3), or of all heads together (OLMo 2). Values may have
+            a norm, too (Gemma 4); keys have none if there are no KV heads.
         out_norms: of what attention and MLP add, or None.
         traits: differences of the heads from Llama's.
         is_parallel: attention and MLP read the same norm, and both are added (Cohere).
         mixer: instead of attention, of the columns of ``qkv``.
+        gated_input: adds the input of this layer alone, or None.
+        scale: factor of the result of ``forward``.
     """
 
     def __init__(
@@ -412,16 +457,18 @@ class DecoderLayer(nn.Module):
         post_norm: Norm | None,
         mlp: GatedMLP | PlainMLP | Experts,
         heads: tuple[int, int, int],
-        norms: tuple[RMSNorm, RMSNorm] | None = None,
+        norms: Sequence[RMSNorm] | None = None,
         *,
         out_norms: tuple[Norm | None, Norm | None] = (None, None),
         traits: HeadTraits = PLAIN_HEADS,
         is_parallel: bool = False,
         mixer: ShortConvolution | GatedDelta | None = None,
+        gated_input: GatedInput | None = None,
+        scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.input_norm, self.post_norm = input_norm, post_norm
-        self.mixer = mixer
+        self.mixer, self.gated_input, self.scale = mixer, gated_input, scale
         self.out_norm, self.mlp_out_norm = out_norms
         self.qkv, self.out, self.mlp = qkv, out, mlp
         self.num_heads, self.num_kv_heads, self.head_dim = heads
@@ -429,7 +476,8 @@ class DecoderLayer(nn.Module):
         # Norms over all heads are taken before ``attend``, which splits the heads and norms each.
         over_all = norms is not None and norms[0].weight.shape[0] > self.head_dim
         self.q_norm: RMSNorm | None = norms[0] if norms and not over_all else None
-        self.k_norm: RMSNorm | None = norms[1] if norms and not over_all else None
+        self.k_norm: RMSNorm | None = norms[1] if norms and len(norms) > 1 and not over_all else None
+        self.v_norm: RMSNorm | None = norms[2] if norms and len(norms) > 2 else None
         self.q_norm_all: RMSNorm | None = norms[0] if norms and over_all else None
         self.k_norm_all: RMSNorm | None = norms[1] if norms and over_all else None
 
@@ -438,9 +486,12 @@ class DecoderLayer(nn.Module):
         """Bytes of weights that a token reads in attention."""
         return self.qkv.num_bytes + self.out.num_bytes
 
-    def forward(self, x: Any, attend: Attend, layer: int) -> Any:
-        """(R, H) -> (R, H). ``layer`` is passed to ``attend``."""
-        return self.mix(x if self.input_norm is None else self.input_norm.forward(x), x, attend, layer)
+    def forward(self, x: Any, attend: Attend, layer: int, own: Any = None) -> Any:
+        """(R, H) -> (R, H). ``layer`` is passed to ``attend``; ``own`` (R, width) is the layer's own input, if any."""
+        x = self.mix(x if self.input_norm is None else self.input_norm.forward(x), x, attend, layer)
+        if self.gated_input is not None:
+            x = self.gated_input.forward(x, own)
+        return scaled(x, self.scale)
 
     def mix(self, normed: Any, x: Any, attend: Attend, layer: int) -> Any:
         """The layer with a given attention input ``normed`` (R, H_in): draft networks read more than the stream x."""

@@ -35,8 +35,10 @@ from draftwing.models.layers import (
     ClampedMLP,
     DecoderLayer,
     Experts,
+    GatedInput,
     GatedMLP,
     LatentProjection,
+    LayerInputs,
     LayerNorm,
     Norm,
     PlainMLP,
@@ -207,7 +209,7 @@ def read_norm(reader: Reader, config: ModelConfig, name: str, size: int) -> Norm
     if family.norm == "layer":
         bias = reader.tensor(f"{name}.bias", size) if family.norm_bias else None
         return LayerNorm(weight + family.norm_offset, bias, eps)
-    if family.norm_offset:  # in 16 bits it would round 1 + weight
+    if family.norm_offset or family.is_layered:  # in 16 bits it would round 1 + weight, or x before it is multiplied
         weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + family.norm_offset
     return RMSNorm(weight, eps)
 
@@ -215,7 +217,7 @@ def read_norm(reader: Reader, config: ModelConfig, name: str, size: int) -> Norm
 def _head_traits(config: ModelConfig, index: int) -> HeadTraits:
     """The traits of a layer's heads. The rotation of layers with a window comes after that of the others."""
     pairs, local = config.rope.rotary_dim // 2, config.local_rope
-    rotation = query_scale = None
+    rotation, query_scale, sizes = None, None, config.sizes_of(index)
     if not config.rotates[index]:
         rotation = (0, 0)
     elif local is not None and config.sliding_windows[index] is not None:
@@ -230,6 +232,8 @@ def _head_traits(config: ModelConfig, index: int) -> HeadTraits:
         rotation,
         query_scale,
         config.family.qk_norm in ("rotated", "unweighted"),
+        value_dim=None if sizes.head_dim == config.head_dim else sizes.head_dim,
+        source=sizes.source if sum(sizes.source == other.source for other in config.layer_sizes) > 1 else None,
     )
 
 
@@ -248,8 +252,9 @@ def _halved_pairs(config: ModelConfig) -> Tensor | None:
 def read_layer(reader: Reader, config: ModelConfig, index: int, base: str | None = None) -> DecoderLayer:
     """Read layer ``index`` of a folder, or another one like it, whose tensors' names begin with ``base``."""
     base = f"model.layers.{index}." if base is None else base
-    hidden, dim, moe = config.hidden_size, config.head_dim, config.moe
-    query_dim, kv_dim = config.num_heads * dim, config.num_kv_heads * dim
+    sizes, hidden, moe = config.sizes_of(index), config.hidden_size, config.moe
+    dim, kv_heads = sizes.head_dim, sizes.num_kv_heads if sizes.source == index else 0
+    query_dim, kv_dim = config.num_heads * dim, kv_heads * dim
     family, names = config.family, config.family.names
     qkv: Linear | LatentProjection
 
@@ -268,7 +273,7 @@ def read_layer(reader: Reader, config: ModelConfig, index: int, base: str | None
         return kind(first, second, config.activation)
 
     traits, value_dim = _head_traits(config, index), dim
-    heads, output, out_width = (config.num_heads, config.num_kv_heads, dim), names.out, None
+    heads, output, out_width = (config.num_heads, kv_heads, dim), names.out, None
     mixer: ShortConvolution | GatedDelta | None = None
     if config.convolves[index]:
         weight = reader.tensor(f"{base}conv.conv.weight", hidden, 1, config.conv_size)
@@ -288,7 +293,14 @@ def read_layer(reader: Reader, config: ModelConfig, index: int, base: str | None
         if config.delta is not None:
             outs[0], rows = 2 * query_dim, _gates_last(config)
             traits = replace(traits, is_gated=True)
-        outs = outs if len(projections) == 3 else [sum(outs)]
+        if not kv_heads:
+            projections, outs = projections[:1], outs[:1]
+            unused = (*names.qkv[1:], names.k_norm)  # some folders hold them
+            reader.used |= {f"{base}{name}.{kind}" for name in unused for kind in ("weight", "bias")}
+        elif sizes.repeats_keys:
+            projections, outs = projections[:2], outs[:2]
+            rows = torch.cat([torch.arange(query_dim + kv_dim), torch.arange(query_dim, query_dim + kv_dim)])
+        outs = outs if len(projections) == len(outs) else [sum(outs)]
         qkv = reader.linear(projections, outs, hidden, config.qkv_bias, rows=rows)
     if names.sinks is not None:
         traits = replace(traits, sinks=reader.tensor(base + names.sinks, config.num_heads))
@@ -296,21 +308,19 @@ def read_layer(reader: Reader, config: ModelConfig, index: int, base: str | None
     out_width = out_width or config.num_heads * value_dim
     out = scaled_matrix(reader.linear([base + output], [hidden], out_width, has_bias))
     if family.experts is None or moe is None or not moe.sparse_layers[index]:
-        mlp: GatedMLP | PlainMLP | Experts = mlp_of(
-            names.gate_up, names.down, config.intermediate_size, config.mlp_bias
-        )
+        mlp: GatedMLP | PlainMLP | Experts = mlp_of(names.gate_up, names.down, sizes.intermediate_size, config.mlp_bias)
     else:
         mlp = _read_experts(reader, config, family.experts, base, mlp_of)
-    norms = None
+    norms: Sequence[RMSNorm] | None = None
     if config.qk_norm and family.qk_norm == "unweighted":
         ones = RMSNorm(torch.ones(dim, dtype=reader.dtype, device=reader.device), config.rms_norm_eps)
         norms = (ones, ones) if config.rotates[index] else None
     elif config.qk_norm and mixer is None:
-        sizes = (query_dim, kv_dim) if family.qk_norm == "all" else (dim, dim)
-        q_norm, k_norm = norm(names.q_norm, sizes[0]), norm(names.k_norm, sizes[1])
-        assert isinstance(q_norm, RMSNorm)
-        assert isinstance(k_norm, RMSNorm)
-        norms = q_norm, k_norm
+        widths = (query_dim, kv_dim) if family.qk_norm == "all" else (dim, dim)
+        parts = zip((names.q_norm, names.k_norm) if kv_heads else (names.q_norm,), widths, strict=False)
+        norms = [cast(RMSNorm, norm(name, width)) for name, width in parts]
+        if family.is_layered and kv_heads:
+            norms.append(RMSNorm(torch.ones(dim, dtype=reader.dtype, device=reader.device), config.rms_norm_eps))
     return DecoderLayer(
         input_norm=norm(names.attention_in),
         qkv=qkv,
@@ -323,7 +333,30 @@ def read_layer(reader: Reader, config: ModelConfig, index: int, base: str | None
         traits=traits,
         is_parallel=names.mlp_in is None and names.mlp_out is None,
         mixer=mixer,
+        gated_input=None if config.layer_inputs is None else _read_gated_input(reader, config, base),
+        scale=reader.tensor(f"{base}layer_scalar", 1).item() if family.is_layered else 1.0,
     )
+
+
+def _read_gated_input(reader: Reader, config: ModelConfig, base: str) -> GatedInput:
+    assert config.layer_inputs is not None
+    width, hidden = config.layer_inputs[1], config.hidden_size
+    gate = reader.linear([f"{base}per_layer_input_gate"], [width], hidden)
+    projection = reader.linear([f"{base}per_layer_projection"], [hidden], width)
+    norm = read_norm(reader, config, f"{base}post_per_layer_input_norm", hidden)
+    return GatedInput(gate, projection, cast(RMSNorm, norm), config.activation)
+
+
+def _read_layer_inputs(reader: Reader, config: ModelConfig, rows: Tensor | None) -> LayerInputs | None:
+    """``rows`` renumber the tokens: see ``LeanTarget.from_folder``."""
+    if config.layer_inputs is None:
+        return None
+    (count, width), hidden = config.layer_inputs, config.hidden_size
+    rows = None if rows is None else rows.clamp(min=0)
+    table = reader.embedding("model.embed_tokens_per_layer.weight", count, config.num_layers * width, rows)
+    projection = reader.linear(["model.per_layer_model_projection"], [config.num_layers * width], hidden)
+    norm = read_norm(reader, config, "model.per_layer_projection_norm", width)
+    return LayerInputs(table, projection, cast(RMSNorm, norm))
 
 
 def _gates_last(config: ModelConfig) -> Tensor:
@@ -529,6 +562,7 @@ class TappedNet:
     head: Linear
     rotary: Rotary | LayeredRotary
     taps: tuple[int, ...] = ()
+    inputs: LayerInputs | None = None
 
     @cached_property
     def shape(self) -> NetShape:
@@ -540,6 +574,7 @@ class TappedNet:
             and not any((window or 0) < 0 for window in config.sliding_windows),
             narrow_width=0 if config.kv_dtype is None else config.slot_width, num_slot_heads=config.num_slot_heads,
             delta=config.delta, num_recurrent=sum(config.recurs),
+            num_slot_layers=config.num_slot_layers if config.layer_sizes else 0,
         )  # fmt: skip
 
     @property
@@ -561,9 +596,10 @@ class TappedNet:
     def forward(self, ids: Any, states: Any, attend: Attend) -> tuple[Any, Any]:
         """(R,) -> (R, H) after the final norm, and the taps (R, F) or None."""
         x, taps = self.embed(ids), Taps(self.taps)
-        for index, layer in enumerate(self.layers):
+        inputs = [None] * len(self.layers) if self.inputs is None else self.inputs.forward(ids, x)
+        for index, (layer, own) in enumerate(zip(self.layers, inputs, strict=True)):
             taps.see(index, x)
-            x = layer.forward(x, attend, index)
+            x = layer.forward(x, attend, index, own)
         read = self.norm.forward(x)
         taps.see(self.config.num_layers, read)
         return read, taps.joined()
@@ -608,7 +644,7 @@ def resized(model: LeanTarget, vocab_size: int) -> LeanTarget:
     """Return a model that shares the tokenizer but pads its matrices differently, with logits of another width."""
     net = model.net
     parts = net.embedding, net.layers, net.norm, net.head, net.rotary
-    narrow = ResizedNet(replace(net.config, vocab_size=vocab_size), *parts)
+    narrow = ResizedNet(replace(net.config, vocab_size=vocab_size), *parts, inputs=net.inputs)
     return LeanTarget(narrow, model.runs, model.name, model.dtype)
 
 
@@ -678,7 +714,8 @@ class LeanTarget(Target):
         source, where = read_config(folder), str(folder / "config.json")
         config = replace(ModelConfig.from_hf(source, where), kv_dtype=kv_dtype)
         runtime, layout = runtime_for(
-            dtype, device, config.head_dim, config.activation, is_dense=config.moe is None, delta=config.delta,
+            dtype, device, config.head_dim, config.activation, is_dense=config.moe is None,
+            is_traceable=not config.family.is_layered, delta=config.delta,
             latent=config.latent, may_round=True, prepack=prepack, quantize=quantize, fast=fast,
         )  # fmt: skip
         check_quantize(quantize, dtype, device, layout.runs)
@@ -698,6 +735,7 @@ class LeanTarget(Target):
         norm = read_norm(reader, config, config.family.names.final_norm, config.hidden_size)
         order = None if rows is None else torch.tensor(rows)
         embedding, head = _read_ends(reader, config, order)
+        inputs = _read_layer_inputs(reader, config, order) if layers else None
         unused = reader.files.unused(reader.used) if layers else []
         unused = [key for key in unused if not key.endswith("rotary_emb.inv_freq")]
         # MTP modules in the same files, for `--draft mtp`; Qwen3-Next's config does not count them.
@@ -710,12 +748,13 @@ class LeanTarget(Target):
                 f"is config.json that of another model?"
             )
         rotary = rotary_of(config, states, device)
-        net = TappedNet(config, embedding, decoder_layers, norm, head, rotary)
+        net = TappedNet(config, embedding, decoder_layers, norm, head, rotary, inputs=inputs)
         if order is not None:
             places = (order >= 0).nonzero()[:, 0].to(device)
             net = ResizedNet(
-                replace(config, vocab_size=len(order)), embedding, decoder_layers, norm, head, rotary, places=places
-            )
+                replace(config, vocab_size=len(order)), embedding, decoder_layers, norm, head, rotary, inputs=inputs,
+                places=places,
+            )  # fmt: skip
         target = cls(net, runtime, name or folder.name, dtype)
         if arithmetic == "int8" and not any(matrix.has_levels for matrix in target.matrices):
             raise UnsupportedError(
@@ -731,7 +770,8 @@ class LeanTarget(Target):
     @property
     def matrices(self) -> list[Linear]:
         """The matrices of the layers and the LM head."""
-        parts = [part for layer in self.net.layers for part in layer.modules()]
+        modules = [*self.net.layers, *([] if self.net.inputs is None else [self.net.inputs])]
+        parts = [part for module in modules for part in module.modules()]
         return [*(part for part in parts if isinstance(part, Linear)), self.net.head]
 
     @property
@@ -745,7 +785,9 @@ class LeanTarget(Target):
     @property
     def num_weight_bytes(self) -> int:
         layers = sum(layer.num_attention_bytes + layer.mlp.num_bytes for layer in self.net.layers)
-        return self.net.head.num_bytes + layers
+        gates = sum(layer.gated_input.num_bytes for layer in self.net.layers if layer.gated_input is not None)
+        inputs = 0 if self.net.inputs is None else self.net.inputs.projection.num_bytes
+        return self.net.head.num_bytes + layers + gates + inputs
 
     @property
     def embedding(self) -> Embedding:

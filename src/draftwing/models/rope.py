@@ -44,7 +44,9 @@ def inverse_frequencies(config: RopeConfig, seq_len: Tensor | None = None) -> Te
     if config.type == "yarn":
         return _yarn(config, wavelengths)
     frequencies = 1.0 / wavelengths
-    if config.type == "linear":
+    if config.type == "proportional":
+        frequencies[int(config.partial_rotary_factor * dim // 2) :] = 0
+    if config.type in ("linear", "proportional"):
         return frequencies / config.factor
     if config.type == "llama3":
         return _llama3(config, frequencies)

@@ -207,6 +207,11 @@ def lean_target(target: Target, what: str) -> LeanTarget:
                 f"{what} runs single layers of the target, but {target.name} has recurrent layers, whose states only "
                 f"whole forwards change: use another draft method"
             )
+        if target.config.family.is_layered:
+            raise UnsupportedError(
+                f"{what} runs single layers of the target, but layers of {target.name} depend on inputs, keys and "
+                f"values that only whole forwards have: use another draft method"
+            )
         return target
     raise UnsupportedError(
         f"{what} runs single layers of the target, but {target.name} runs in transformers, as a whole: use "
