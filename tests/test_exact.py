@@ -65,7 +65,7 @@ from pairwise import cover, groups_of
 
 VOCAB = SMALL["vocab_size"]
 MAX_TOKENS = 24
-UPDATES, LR = 6, 3e-2  # for the nets that are trained here
+UPDATES, LR = 10, 2e-2  # for the nets that are trained here
 # The longest is longer than the window of mistral-window, the shortest leaves nothing to prefill.
 PROMPTS = ((9,), (4, *range(3, 23)), (3, 8, 12, 5, 8, 12))
 KERNEL = {
