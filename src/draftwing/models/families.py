@@ -535,7 +535,7 @@ LEAN_MODEL_TYPES: tuple[str, ...] = tuple(sorted(FAMILIES))
 # Multimodal models whose ``text_config`` may be of a family above. Without images or audio they compute the text model.
 # Left out are PaliGemma, which reads its prompt in both directions, and Cohere's, which do not scale logits.
 WRAPPERS: Final = (
-    "deepseek_vl", "exaone4_5", "gemma3", "gemma4", "granite_speech", "idefics2", "idefics3", "internvl", "janus", "lfm2_vl",
-    "llama4", "llava", "llava_next", "llava_next_video", "llava_onevision", "mistral3", "ovis2", "qwen2_audio",
-    "qwen3_5", "qwen3_5_moe", "smolvlm", "video_llama_3", "video_llava", "vipllava", "voxtral",
+    "deepseek_vl", "exaone4_5", "gemma3", "gemma4", "granite_speech", "idefics2", "idefics3", "internvl", "janus",
+    "lfm2_vl", "llama4", "llava", "llava_next", "llava_next_video", "llava_onevision", "mistral3", "ovis2",
+    "qwen2_audio", "qwen3_5", "qwen3_5_moe", "smolvlm", "video_llama_3", "video_llava", "vipllava", "voxtral",
 )  # fmt: skip
