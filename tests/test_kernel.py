@@ -196,7 +196,7 @@ def test_experts_have_pytorchs_numbers_in_any_company(name):
 
 @needs_kernel
 def test_scores_are_ranked_before_they_saturate():
-    """Of several scores whose sigmoid is 1, the highest is chosen."""
+    """The highest score is chosen even if the sigmoid of several is 1."""
     packed, plain = (layer_of_experts(ROUTINGS["input"][0], False, packs) for packs in (True, False))
     x = 50 * torch.randn(20, 32)
     scores = plain.router.forward(x)

@@ -108,8 +108,8 @@ def test_modules_compute_what_they_do_by_hand(name, target_of):
         torch.testing.assert_close(logits, wanted @ head.T, rtol=1e-6, atol=1e-6)
 
 
-# Experts, with latent attention, and with gated attention between recurrent layers; norms that hold 1 + w; norms of
-# what a layer adds.
+# Experts with latent attention, experts with gated attention between recurrent layers, norms that hold 1 + w, and norms
+# after attention and MLP.
 OWN_LAYERS = {
     "deepseek-v3": ("deepseek", {}),
     "glm4-moe": ("deepseek", {}),

@@ -168,7 +168,7 @@ def test_a_stored_lm_head_that_differs_from_the_embedding_is_used(tmp_path):
     assert torch.equal(load_target(tmp_path, dtype="float64").score(IDS).logits, expected)
 
 
-# What Gemma 3 4B's config holds; the rest are defaults of its classes.
+# The config of Gemma 3 4B, which leaves out the defaults of its classes.
 GEMMA = {
     "architectures": ["Gemma3ForConditionalGeneration"],
     "model_type": "gemma3",

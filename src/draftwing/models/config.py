@@ -420,8 +420,8 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool  # queries and keys are normed (``Family.qk_norm`` says how)
     rope: RopeConfig
-    # for each layer, None for full attention, W if a token sees itself and the W - 1 before it, or -W if it sees those
-    # of its chunk: of the W positions from a multiple of W on
+    # for each layer, None for full attention, W if a token sees itself and the W - 1 before it, or -W if it sees its
+    # own chunk, and chunks begin at the multiples of W
     sliding_windows: tuple[int | None, ...]
     moe: MoeConfig | None
     bos_id: int | None

@@ -224,7 +224,9 @@ def _hub_repos() -> list[Any]:
         return []
     from huggingface_hub import scan_cache_dir  # slow to import
 
-    return sorted((repo for repo in scan_cache_dir(HF_HUB_CACHE).repos if repo.repo_type == "model"), key=attrgetter("repo_id"))
+    return sorted(
+        (repo for repo in scan_cache_dir(HF_HUB_CACHE).repos if repo.repo_type == "model"), key=attrgetter("repo_id")
+    )
 
 
 def _explain(repo: str, revision: str | None, error: BaseException) -> str:

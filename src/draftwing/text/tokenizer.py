@@ -106,21 +106,18 @@ class Tokenizer:
         template, file = self._config.get("chat_template"), self.folder / "chat_template.jinja"
         if file.exists():
             template = file.read_text("utf-8")
-        named = set(self._config)
-        if "added_tokens_decoder" not in named:
-            named.update(self.read_json("special_tokens_map.json"))
-        is_known = isinstance(template, str) and all(name in named for name in _NAMED if name in template)
-        return is_known and "auto_map" not in named and (self.folder / "tokenizer.json").exists()
+        config = self._config_with_map
+        is_known = isinstance(template, str) and all(name in config for name in _NAMED if name in template)
+        return is_known and "auto_map" not in config and (self.folder / "tokenizer.json").exists()
 
     def _tokens_to_add(self) -> list[AddedToken]:
         """Tokens that only tokenizer_config.json and older files next to it name, in transformers' order."""
         known = {repr(token) for token in self.fast.get_added_tokens_decoder().values()}
         names = {token.content for token in self.fast.get_added_tokens_decoder().values()}
-        config, listed = dict(self._config), dict[int, AddedToken]()
+        config, listed = self._config_with_map, dict[int, AddedToken]()
         if "added_tokens_decoder" in config:
             listed = {int(index): _added_token(token) for index, token in config["added_tokens_decoder"].items()}
         else:
-            config |= self.read_json("special_tokens_map.json")
             special = {_added_token(value).content for key, value in config.items() if key in _NAMED and value}
             for content, index in self.read_json("added_tokens.json").items():
                 is_special = content in special
@@ -145,6 +142,12 @@ class Tokenizer:
     @cached_property
     def _config(self) -> dict[str, Any]:
         return self.read_json("tokenizer_config.json")
+
+    @property
+    def _config_with_map(self) -> dict[str, Any]:
+        """``tokenizer_config.json``, with the special tokens of an older file unless it lists all added ones."""
+        listed = "added_tokens_decoder" in self._config
+        return self._config if listed else {**self._config, **self.read_json("special_tokens_map.json")}
 
     def read_json(self, name: str) -> dict[str, Any]:
         """Return the object in a file of the folder; empty if there is none."""
