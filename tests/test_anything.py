@@ -121,7 +121,7 @@ def test_every_field_has_its_usual_values():
     assert set(USUAL) == {field.name for field in fields(dw.Sampling)}
 
 
-@examples(200)
+@examples(120)
 @given(st.sampled_from(sorted(USUAL)), VALUES)
 def test_a_field_of_sampling(name, value):
     with works_or_is_refused():

@@ -64,7 +64,8 @@ from draftwing.tree import PAD, DraftTree, GrowthRule
 from pairwise import cover, groups_of
 
 VOCAB = SMALL["vocab_size"]
-MAX_TOKENS = 24
+MAX_TOKENS = 16
+LENGTH = 24  # of the texts that nets are trained on, in tokens
 UPDATES, LR = 10, 2e-2  # for the nets that are trained here
 # The longest is longer than the window of mistral-window, the shortest leaves nothing to prefill.
 PROMPTS = ((9,), (4, *range(3, 23)), (3, 8, 12, 5, 8, 12))
@@ -87,7 +88,7 @@ SAMPLINGS = {
 BATCHES = {
     "one": {"rows": (1,)},
     "ragged": {"rows": (0, 1, 2)},
-    "churn": {"rows": (0, 1, 2), "joins": (0, 0, 2), "leaves": {0: 2}},
+    "churn": {"rows": (0, 1, 2), "joins": (0, 0, 2), "leaves": {0: 1}},
 }
 
 
@@ -325,7 +326,7 @@ DRAFTERS = {
     "eagle3-chain": Case(eagle(3), Budget(5), anything),
     "eagle3-level": Case(eagle(3), Budget(3, 6)),
     "eagle3-dynamic": Case(eagle(3), Budget(4, 8, 24)),
-    "eagle3-few-tokens": Case(eagle(3, draft_vocab_size=40), Budget(4, 8, 24)),
+    "eagle3-few-tokens": Case(eagle(3, draft_vocab_size=40), Budget(4, 8, 24), anything),
     "eagle3.1-dynamic": Case(eagle(3, fc_norm=True, norm_output=True), Budget(3, 8, 20)),
     "peagle-chain": Case(parallel, Budget(4), anything),
     "peagle-dynamic": Case(parallel, Budget(9, 4, 12), anything),
@@ -520,7 +521,7 @@ class Lab:
                 weight.add_(0.02 * torch.randn_like(weight))
         model.to(stored).save_pretrained(folder)
         self.perturbed = LeanTarget.from_folder(folder, **load)
-        self.plain, self.plain_logprobs = cache(self._plain), cache(self.logprobs)
+        self.written, self.plain_logprobs = cache(self._written), cache(self.logprobs)
         self.trained = cache(self._trained) if like is None else like.trained
         self.drafting = cache(lambda make, *args: self._decoding(self.trained(make, *args)))
         self.shape = ModelConfig.from_hf(read_config(own))
@@ -565,16 +566,20 @@ class Lab:
 
     def _scored(self, taps: tuple[int, ...]) -> FeatureBatch:
         """What the target says of its own texts."""
-        texts = torch.tensor([[*PROMPTS[row], *self.plain(kind, row)][-24:] for row in range(3) for kind in SAMPLINGS])
-        batch = Batch(texts, torch.ones_like(texts, dtype=torch.bool), torch.tensor([24] * len(texts)))
+        texts = torch.tensor([[*PROMPTS[row], *self.written(kind, row)][-LENGTH:] for row in range(3) for kind in SAMPLINGS])
+        batch = Batch(texts, torch.ones_like(texts, dtype=torch.bool), torch.tensor([LENGTH] * len(texts)))
         spec, width = FeatureSpec((*taps, self.plain_target.num_layers)), self.shape.hidden_size
         output = self.plain_target.score(texts, spec)
         return FeatureBatch(batch, output.features[..., :-width], output.features[..., -width:], output.logits)
 
-    def _plain(self, kind: str, row: int) -> tuple[int, ...]:
+    def plain(self, kind: str, row: int) -> tuple[int, ...]:
         """The row by itself, without a drafter."""
-        texts, stats = run(self.target, [self.request(kind, row)])
-        assert stats.num_forwards == MAX_TOKENS == len(texts[0])
+        return self.written(kind, row)[:MAX_TOKENS]
+
+    def _written(self, kind: str, row: int) -> tuple[int, ...]:
+        """The same, and some tokens more to train on."""
+        texts, stats = run(self.target, [self.request(kind, row, max_tokens=LENGTH)])
+        assert stats.num_forwards == LENGTH == len(texts[0])
         return texts[0]
 
     def logprobs(self, drafter: Drafter | None = None, budget: Budget | None = None) -> list[Logprob]:
@@ -586,8 +591,8 @@ class Lab:
         return found
 
     def request(self, kind: str, row: int, **changes) -> tuple[Sequence[int], Sampling]:
-        common = {"max_tokens": MAX_TOKENS, "seed": 10 + row, "ignore_eos": True}
-        return PROMPTS[row], Sampling(**common, **SAMPLINGS[kind], **changes)
+        usual = {"max_tokens": MAX_TOKENS, "seed": 10 + row, "ignore_eos": True, **SAMPLINGS[kind]}
+        return PROMPTS[row], Sampling(**usual | changes)
 
 
 def run(
@@ -750,7 +755,7 @@ def test_text_of_further_families(family, folder_of):
     kind = tuple(SAMPLINGS)[number % len(SAMPLINGS)]
     for options in chosen:
         target = LeanTarget.from_folder(folder, **options)
-        common = {"max_tokens": 16, "ignore_eos": True, **SAMPLINGS[kind]}
+        common = {"max_tokens": 12, "ignore_eos": True, **SAMPLINGS[kind]}
         requests = [(prompt, Sampling(seed=row, **common)) for row, prompt in enumerate(PROMPTS)]
         plain = {row: run(target, [request])[0][0] for row, request in enumerate(requests)}
         drafter = Scripted(scattered, {PROMPTS[row]: text for row, text in plain.items()})

@@ -133,9 +133,12 @@ OTHERS = {
     "rwkv": ("RwkvConfig", {"attention_hidden_size": 32, "context_length": 256}),
     "phi3-longrope": ("Phi3Config", PHI3),
 }
+LIKE_MAMBA = ("mamba2", "falcon-mamba", "bamba")
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name in LIKE_MAMBA else ()) for name in OTHERS]
+)
 def test_models_with_other_caches(name):
     """States instead of keys, and a cache that generate drops on its way (Phi-3 at 24 tokens)."""
     kind, extra = OTHERS[name]

@@ -65,7 +65,7 @@ def prompt_of(length):
     return [(5 * i * i + 3 * i + 7) % 60 + 1 for i in range(length)]
 
 
-PROMPTS = [prompt_of(length) for length in (LIMIT - 8, LIMIT - 1, LIMIT, LIMIT + 1, LIMIT + 2, LIMIT + 9)]
+PROMPTS = [prompt_of(length) for length in (LIMIT - 8, LIMIT - 1, LIMIT, LIMIT + 1, LIMIT + 9)]
 
 
 def written(name, prompt, count):
@@ -84,14 +84,14 @@ def decode(target, prompts, count, drafter=None, budget=None):
     return texts, accepted
 
 
-RARE = ("phimoe", "bamba-longrope", "bamba-dynamic")  # combinations of what the others have
+RARE = ("phimoe", "bamba", "bamba-longrope", "bamba-dynamic")  # combinations of what the others have
 NAMES = [pytest.param(name, marks=pytest.mark.full if name in RARE else ()) for name in (*MODELS, *WITHOUT_TREES)]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_texts_across_a_limit_are_those_of_generate(name):
     """All rows at once: a longer row must not change the frequencies of the others."""
-    target, count = adapter(name), 16
+    target, count = adapter(name), 12
     expected = [written(name, prompt, count) for prompt in PROMPTS]
     assert decode(target, PROMPTS, count)[0] == expected
     if target.supports_trees:

@@ -141,7 +141,7 @@ def test_measured_curves_are_the_clocks(target, monkeypatch):
 
 
 @pytest.mark.parametrize("step", [1e-4, 4e-3, 0.06, 0.3, 2.0])
-@pytest.mark.parametrize("per_node", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("per_node", [0.0, pytest.param(0.3, marks=pytest.mark.full), 1.0])
 def test_a_measurement_takes_no_longer_than_it_may(step, per_node, target, monkeypatch):
     """Steps of any length are only begun if they fit, but a forward and a draft; other sizes are extrapolated."""
     monkeypatch.setattr(profile, "CONFIG", replace(profile.CONFIG, rounds=6))

@@ -41,7 +41,7 @@ FAMILIES = ("llama", "llama-bias-tied", "mixtral", "qwen3")
 def decode(target, kind, rows, drafter=None, budget=None):
     decoder, texts, stats = Decoder(target, drafter, "match", budget), {}, Stats()
     for row in rows:
-        sampling = Sampling(max_tokens=24, seed=10 + row, ignore_eos=True, **SAMPLINGS[kind])
+        sampling = Sampling(max_tokens=16, seed=10 + row, ignore_eos=True, **SAMPLINGS[kind])
         texts[decoder.admit(list(PROMPTS[row]), sampling)] = ()
     while decoder.num_running:
         step = decoder.step()
