@@ -102,8 +102,9 @@ def _special_features(head: Head) -> dict[str, str]:
         ("wide heads", width != config.hidden_size, f"heads of width {config.head_dim} (only hidden_size / heads)"),
         ("layers", is_eagle3 and config.num_layers > 1, f"EAGLE-3 of {config.num_layers} layers"),
         ("qkv bias", is_eagle3 and config.qkv_bias, "biases of queries, keys and values in EAGLE-3"),
-        ("qk norms", config.qk_norm, "norms of queries and keys (Qwen3's layer)"),
-        ("parallel", config.mask_token_id is not None, "P-EAGLE (use speculators)"),
+        ("qk norms", config.qk_norm, "norms of queries and keys (Qwen3's layer; use vllm or speculators)"),
+        ("eagle1 qk norms", is_eagle1 and config.qk_norm, "norms of queries and keys in EAGLE-1"),
+        ("parallel", config.mask_token_id is not None, "P-EAGLE (use vllm or speculators)"),
         ("embedding", config.own_embedding, "an embedding of the head's own (SGLang takes the target's)"),
     )
     return {name: description for name, applies, description in cases if applies}
@@ -136,7 +137,7 @@ def layer_shape(config: Any, dtype: torch.dtype) -> Config:
         scaling = {"rope_type": rope.type, "type": rope.type, "factor": rope.factor}
         scaling |= {key: getattr(rope, key) for key in _ROPE_KEYS[rope.type] if getattr(rope, key) is not None}
     shape: Config = {
-        "model_type": "llama",
+        "model_type": "qwen3" if getattr(config, "qk_norm", False) else "llama",
         "num_hidden_layers": config.num_layers,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -206,7 +207,7 @@ def _speculators(head: Head, depth: int) -> Config:
     config = head.config
     # No `model_type` at the top: vLLM recognises the format by its absence. The target's class is unknown.
     layer = {
-        "architectures": ["LlamaForCausalLM"],
+        "architectures": ["Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM"],
         **layer_shape(config, head.dtype),
         "attention_bias": config.qkv_bias,
     }
@@ -254,6 +255,10 @@ def _config(head: Head, layout: str, depth: int) -> Config:
         config["attention_bias"] = head.config.qkv_bias  # the engines' flag
     if layout == "vllm":
         config["bias"] = False
+        if head.config.mask_token_id is not None:
+            config |= {"architectures": ["LlamaForCausalLMEagle3"], "pard_token": head.config.mask_token_id}
+        if head.config.qk_norm:
+            config["architectures"] = ["Eagle3Qwen3ForCausalLM"]
         if is_eagle1 and fc_bias:
             config["draftwing"]["fc_bias"] = True
     elif is_sglang and is_eagle1:
@@ -271,8 +276,8 @@ def _tensors(head: Head, layout: str) -> dict[str, Tensor]:
     if layout in ("draftwing", "eagle"):
         return tensors
     zeros = torch.zeros(head.config.hidden_size, dtype=head.dtype)
-    for name in list(tensors) if head.config.qkv_bias else ():
-        if name.endswith(".self_attn.o_proj.weight"):  # engines would leave this bias uninitialised
+    for name in list(tensors) if head.config.qkv_bias and not head.config.qk_norm else ():
+        if name.endswith(".self_attn.o_proj.weight"):  # engines would leave this bias of Llama's layer uninitialised
             tensors[name.removesuffix("weight") + "bias"] = zeros.clone()
     if layout == "vllm" and head.config.version == 1:
         # vLLM refuses an lm_head, and silently drops an fc.bias, which is zero here.
@@ -287,14 +292,14 @@ def _tensors(head: Head, layout: str) -> dict[str, Tensor]:
     return tensors
 
 
-_ALL_ENGINES = ("inputs", "eagle3 bias", "rotation", "feature", "tap order", "last tap", "qk norms")
+_ALL_ENGINES = ("inputs", "eagle3 bias", "rotation", "feature", "tap order", "last tap")
 _SERVERS = (*_ALL_ENGINES, "two norms", "activation")
 # The features of ``_special_features`` that each layout cannot express.
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "draftwing": (),
-    "eagle": ("parallel", *_ALL_ENGINES, "residual", "norms", "taps", "rope", "wide heads", "layers", "qkv bias"),
-    "vllm": ("parallel", *_SERVERS, "bias"),
-    "sglang": ("parallel", *_SERVERS, "residual", "layers", "qkv bias", "embedding"),
+    "eagle": ("parallel", "qk norms", *_ALL_ENGINES, "residual", "norms", "taps", "rope", "wide heads", "layers", "qkv bias"),
+    "vllm": ("eagle1 qk norms", *_SERVERS, "bias"),
+    "sglang": ("parallel", "qk norms", *_SERVERS, "residual", "layers", "qkv bias", "embedding"),
     "speculators": ("eagle1", *_SERVERS),
 }
 

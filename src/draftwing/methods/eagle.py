@@ -343,7 +343,7 @@ class PEagle(Eagle3):
     """A P-EAGLE head: an EAGLE-3 head that drafts a chain in one forward. It can be read and run, not trained."""
 
     drafts_at_once = True
-    layouts = ("draftwing", "speculators")
+    layouts = ("draftwing", "vllm", "speculators")
     options: ClassVar = {}
 
     def drafter(self, net: Any, target: Target, name: str = "", identity: str = "") -> Drafter:
