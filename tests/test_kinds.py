@@ -118,7 +118,7 @@ def test_every_kind_of_net_is_traced_here():
     reading = {
         name for name, entry in METHODS.items() if entry.training and entry.method.taps(SHAPE["num_hidden_layers"])
     }
-    assert {net.kind for net in NETS.values()} == reading - set(BLOCKS)
+    assert {net.kind for net in NETS.values()} == reading - {*BLOCKS, "peagle"}  # whose net is EAGLE-3's
 
 
 @pytest.mark.parametrize("name", BLOCKS)
