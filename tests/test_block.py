@@ -758,7 +758,7 @@ def test_heads_of_others_in_other_layouts(layout, small, folder_of, tmp_path):
     place, tensors = published(tmp_path / "head", layout, small, folder_of("llama", head_dim=32))
     method, own = method_of_folder(place), target_id(small)
     net = method.read(place, small.embedding, small.head, own)
-    for to in method.layouts:
+    for to in set(method.layouts) - {"gguf"}:  # test_gguf_models.py
         if to not in WRITTEN[layout]:
             with refused(UnsupportedError, f"the {to} layout cannot express"):
                 convert(place, tmp_path / to, to, target=own)
@@ -782,7 +782,7 @@ def test_trained_blocks_in_other_layouts(kind, mask, small, folder_of, tmp_path)
     folder, method, own = folder_of("llama", head_dim=32), get_method(kind), target_id(small)
     fields = {"calibration": Calibration(0.5, 0.25, 0.75), "mask_token_id": mask}
     net = saved(kind, small, folder, tmp_path / "head", num_layers=2, **fields)
-    for to in method.layouts[1:]:
+    for to in set(method.layouts) - {"draftwing", "gguf"}:
         if (kind, to) == ("dspark", "vllm") or (mask is None and (kind, to) != ("dflash", "vllm")):
             feature = "masks alone that guess" if mask else "a trained mask vector (train with `--mask-token-id`"
             with refused(UnsupportedError, f"the {to} layout cannot express {feature}"):

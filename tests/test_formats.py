@@ -1194,8 +1194,8 @@ def test_training_notes_are_json(tmp_path):
 
 
 def test_unknown_layouts(head):
-    with refused(ConfigError, "unknown head layout 'gguf'", "draftwing, eagle, vllm, sglang, speculators"):
-        convert(head, head.parent / "out", "gguf")
+    with refused(ConfigError, "unknown head layout 'onnx'", "draftwing, eagle, vllm, sglang, speculators, gguf"):
+        convert(head, head.parent / "out", "onnx")
     with refused(ConfigError, "at least 1 token, found depth 0"):
         convert(head, head.parent / "out", "speculators", depth=0)
 

@@ -333,7 +333,7 @@ class Eagle3(Eagle1):
     """An EAGLE-3 or EAGLE-3.1 head."""
 
     version = 3
-    layouts = (*Eagle1.layouts, "speculators")
+    layouts = (*Eagle1.layouts, "speculators", "gguf")
     settings = ("inputs", "draft_vocab_size", "fc_norm", "norm_output")
 
     def taps(self, num_layers: int) -> tuple[int, ...]:
