@@ -416,9 +416,7 @@ def _gguf_options(to: str, target: str | None, dtype: str | None) -> dict[str, A
     if to == "gguf":
         return {"target_file": None if target is None else link_of(resolve(target)), "dtype": dtype}
     if dtype is not None:
-        raise ConfigError(
-            f"--dtype belongs to --to gguf, found {to!r}: leave it out, other layouts keep the head's own"
-        )
+        raise ConfigError(f"--dtype belongs to --to gguf, found {to!r}: leave it out, the numbers are kept")
     return {}
 
 

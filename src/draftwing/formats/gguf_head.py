@@ -4,7 +4,7 @@ A head's file holds its target's tokenizer, which is copied from the target's ow
 norms and biases in float32. ``draftwing.config`` is the part of ``config.json`` that other programs ignore, so that the
 way back loses nothing.
 
-Facts as of llama.cpp 0.5 (llama-cpp-python 0.3.36): ``conversion/{llama,qwen}.py`` and ``src/models/{eagle3,dflash}.cpp``.
+As read in llama.cpp's converter and loader in llama-cpp-python 0.3.36.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -67,8 +68,8 @@ def write_gguf(
     _check_destination(path)
     if target is None:
         raise ConfigError(
-            f"{path}: a head's GGUF file holds the tokenizer of its target: give the target's GGUF file, which llama.cpp "
-            f"runs, with --target"
+            f"{path}: a head's GGUF file holds the tokenizer of its target: give with --target the GGUF file that "
+            f"llama.cpp runs"
         )
     name = dtype or str(tensors["fc.weight"].dtype).removeprefix("torch.")
     if name not in _KINDS:
@@ -85,8 +86,8 @@ def write_gguf(
     }
     stored = _tensors(architecture, config, tensors, _KINDS[name])
     if config.rope.type == "llama3":
-        plain = RopeConfig("default", config.rope.theta, *[config.head_dim] * 2, config.rope.max_position_embeddings)
-        stored["rope_freqs.weight"] = inverse_frequencies(plain) / inverse_frequencies(config.rope), "F32"
+        plain = inverse_frequencies(replace(config.rope, type="default"))
+        stored["rope_freqs.weight"] = plain / inverse_frequencies(config.rope), "F32"
     _write(path, architecture, data, stored)
 
 
@@ -158,7 +159,7 @@ def _tensors(architecture: str, config: Any, tensors: Mapping[str, Tensor], kind
             stored[new] = tensor + torch.arange(len(tensor)), "I64"
         elif name != "t2d":
             if part in heads:  # RoPE turns adjacent rows of a head
-                tensor = tensor.unflatten(0, (heads[part], 2, -1)).transpose(1, 2).flatten(0, 2)
+                tensor = tensor.view(heads[part], 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
             stored[new] = tensor, "F32" if tensor.ndim == 1 else kind
     return stored
 

@@ -307,7 +307,9 @@ _SERVERS = (*_ALL_ENGINES, "two norms", "activation")
 # The features of ``_special_features`` that each layout cannot express.
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "draftwing": (),
-    "eagle": ("parallel", "qk norms", *_ALL_ENGINES, "residual", "norms", "taps", "rope", "wide heads", "layers", "qkv bias"),
+    "eagle": (
+        "parallel", "qk norms", *_ALL_ENGINES, "residual", "norms", "taps", "rope", "wide heads", "layers", "qkv bias",
+    ),
     "vllm": ("eagle1 qk norms", *_SERVERS, "bias"),
     "sglang": ("parallel", "qk norms", *_SERVERS, "residual", "layers", "qkv bias", "embedding"),
     "speculators": ("eagle1", *_SERVERS),
@@ -428,13 +430,9 @@ def convert(
         if taps is None or "taps=" not in text:  # the argument replaces a guess
             warnings.warn(DraftwingWarning(text), stacklevel=2)
     if to == "gguf":
-        config, tensors = head_files(head, to)
-        fields = {
-            "target_hidden_size": head.config.feature_size,
-            "norm_before_residual": head.config.norm_before_residual,
-            "norm_before_fc": head.config.norm_before_fc,
-        }
-        own = config["draftwing"]
+        written, tensors = head_files(head, to)
+        fields = {name: getattr(head.config, name) for name in ("norm_before_residual", "norm_before_fc")}
+        fields["target_hidden_size"], own = head.config.feature_size, written["draftwing"]
         write_gguf(destination, "eagle3", head.config, fields, tensors, own, target=target_file, dtype=dtype)
         return
     save_head(destination, head, to, depth=depth)

@@ -334,7 +334,7 @@ class Eagle3(Eagle1):
 
     version = 3
     layouts = (*Eagle1.layouts, "speculators", "gguf")
-    settings = ("inputs", "draft_vocab_size", "fc_norm", "norm_output")
+    settings: tuple[str, ...] = ("inputs", "draft_vocab_size", "fc_norm", "norm_output")
 
     def taps(self, num_layers: int) -> tuple[int, ...]:
         return default_taps(num_layers)
@@ -349,7 +349,7 @@ class PEagle(Eagle3):
     options: ClassVar = {}
 
     def new(self, new: NewNet) -> EagleNet:
-        """Return a net of 4 layers, as in the paper, unless told otherwise; the last token of the target is its mask."""
+        """Return a net; by default of 4 layers, as in the paper, with the target's last token as the mask."""
         given = {name: value for name, value in new.settings.items() if value is not None}
         given["num_levels"] = given.pop("unroll_steps", EagleConfig.num_levels)
         return super().new(replace(new, settings={"num_layers": 4, "mask_token_id": new.like.vocab_size - 1, **given}))
