@@ -346,7 +346,7 @@ def save_dflash(folder: Path, head: PlainHead, layout: str, **options: Any) -> N
     num_target_layers = head.num_target_layers if config.target is None else config.target.num_layers
     has_file = layout == "vllm" and head.kind == "dflash"  # the mask may be a vector
     is_gguf, num_levels = layout == "gguf", config.block_size - 1 + config.from_anchor
-    gguf_rope = rope_obstacle(config.rope, ("default", "linear", "yarn")) if is_gguf else ""
+    gguf_rope = rope_obstacle(config.rope) if is_gguf else ""
     for is_lacking, feature in (
         (
             config.mask_token_id is None and not has_file,

@@ -31,16 +31,17 @@ from draftwing.models.weights import check_finite
 from draftwing.storage import replacing, writing
 
 _KINDS: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-_FILE_TYPES: Final = {"F32": 0, "F16": 1, "BF16": 32}  # of llama.cpp, for people
+_FILE_TYPES: Final = {"F32": 0, "F16": 1, "BF16": 32}  # llama.cpp's numbers, which programs show
+_ROPES: Final = ("default", "linear", "llama3", "yarn")
 _LAYER = re.compile(r"(?:midlayer|layers\.(\d+))\.(.+)\.(weight|bias)")
 
 
-def rope_obstacle(rope: RopeConfig, types: tuple[str, ...]) -> str:
-    """Return the feature of a RoPE that files of an architecture with these types cannot express; empty if none."""
+def rope_obstacle(rope: RopeConfig) -> str:
+    """Return the feature of a RoPE that a file cannot express; empty if none."""
     is_usual = (rope.attention_factor, rope.mscale, rope.mscale_all_dim, rope.truncate) == (None, None, None, True)
     bands = (rope.low_freq_factor, rope.high_freq_factor)
-    if rope.type not in types or (rope.type == "llama3" and bands != (1, 4)) or (rope.type == "yarn" and not is_usual):
-        return f"RoPE of type {rope.type!r} with these settings (only {', '.join(types)}, with their usual ones)"
+    if rope.type not in _ROPES or (rope.type == "llama3" and bands != (1, 4)) or (rope.type == "yarn" and not is_usual):
+        return f"RoPE of type {rope.type!r} with these settings (only {', '.join(_ROPES)}, with their usual ones)"
     return ""
 
 

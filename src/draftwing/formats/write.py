@@ -83,7 +83,7 @@ def _special_features(head: Head) -> dict[str, str]:
     is_eagle1, is_eagle3 = config.version == 1, config.version == 3
     bias = head.tensors.get("fc.bias")
     norms = [name for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(config, name)]
-    gguf_rope = rope_obstacle(rope, ("default", "linear", "llama3", "yarn"))
+    gguf_rope = rope_obstacle(rope)
     is_plain_rope = rope.type == "default" or (rope.type in ("linear", "dynamic") and rope.theta == 10000)
     has_other_taps, width = not head.has_default_taps, config.head_dim * config.num_heads
     named_taps = taps if is_eagle3 and head.knows_taps else ()
