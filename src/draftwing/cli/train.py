@@ -90,7 +90,10 @@ class Training:
     norm_output: bool = option(False, "EAGLE-3.1: feed back the normed state.", expert=True)
     num_layers: int | None = option(None, "Layers of a new net. [default: the method's]", expert=True)
     mask_token_id: int | None = option(
-        None, "DFlash, DSpark, Domino: an unused token as the mask, for other engines. [default: a vector]", expert=True
+        None,
+        "DFlash, DSpark, Domino, P-EAGLE: an unused token as the mask, for other engines. [default: a vector; P-EAGLE: "
+        "the last token]",
+        expert=True,
     )
     hidden_size: int | None = option(None, "Width of a new draft model. [default: half of the target's]", expert=True)
     num_heads: int | None = option(None, "Attention heads of a new draft model. [default: each 64 wide]", expert=True)
@@ -343,7 +346,7 @@ def convert(
     taps: str | None = option(None, "Its hidden states, such as 2,16,29, if the head does not name them."),
     depth: int = option(5, "Number of draft tokens in the config of speculators.", min=1, expert=True),
 ) -> None:
-    """Convert a head to another layout without changing a number.
+    """Convert a head to another layout without changing a number, unless --dtype rounds them.
 
     Examples:
 
