@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 import draftwing as dw
+import draftwing.cli.main as cli
 from conftest import add_tokenizer, refused
 from draftwing.cpu.layout import BLOCKS
 from draftwing.cpu.library import get_kernel
@@ -357,6 +359,17 @@ def test_what_a_heads_file_cannot_express(source, file_of, tmp_path):
         convert(large, out, "gguf", target_file=target_file, dtype="float16")
     assert not out.exists()
     assert not list(tmp_path.glob("*.partial"))
+    for draft, kind, depth in ((head, "eagle3", "3"), ("block", "dspark", "4")):
+        folder = written("dspark", draft, from_anchor=True) if draft == "block" else draft
+        command = ["export", str(folder), "--to", "gguf", "-t", str(target_file), "--dtype", "float16", "-o", str(out)]
+        shown = CliRunner().invoke(cli.app, command)
+        assert shown.exit_code == 0, shown.output
+        assert shown.stdout.split() == [
+            *("llama-server", "-m", str(target_file), "-md", str(out)),
+            *("--spec-type", f"draft-{kind}", "--spec-draft-n-max", depth),
+        ]
+    shown = CliRunner().invoke(cli.app, ["export", str(head), "--to", "vllm", "--dtype", "float16", "-o", str(out)])
+    assert "--dtype belongs to --to gguf" in shown.output
 
 
 def test_a_models_file_is_no_head(file_of, tmp_path):

@@ -377,7 +377,7 @@ def _head(file: GgufFile, architecture: str, config: Mapping[str, Any], layers: 
         }
     mask = special_id(data, "mask", config["vocab_size"])
     window, causal = data.integer("dflash.attention.sliding_window", 0), data.flag("dflash.attention.causal", False)
-    slides = data.numbers("dflash.attention.sliding_window_pattern", "b", layers) if window else None
+    slides = data.numbers("dflash.attention.sliding_window_pattern", "biu", layers) if window else None
     markov = file.tensors.get("markov_w1.weight")
     for is_other, feature in (
         (window and slides is None, "Windows without `dflash.attention.sliding_window_pattern`"),

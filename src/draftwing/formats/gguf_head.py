@@ -170,7 +170,8 @@ def _write(path: Path, architecture: str, data: Mapping[str, Any], tensors: Mapp
 
     dtypes = {kind: getattr(torch, name) for name, kind in _KINDS.items()} | {"I64": torch.int64}
     types = {bool: "BOOL", int: "UINT32", float: "FLOAT32", bytes: "STRING", str: "STRING"}
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     with writing(path), replacing(path) as partial, closing(GGUFWriter(partial, architecture)) as writer:
         for key, value in data.items():
             if isinstance(value, np.ndarray) and value.size:

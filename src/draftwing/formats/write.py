@@ -451,10 +451,12 @@ def serve_command(to: str, target: str, folder: Path, depth: int) -> str:
         raise ConfigError(f"depth must be at least 1, found {depth}")
     if to == "gguf":
         with closing(open_file(folder)) as file:
-            method, most = file.metadata.text("general.architecture"), file.metadata.integer("dflash.block_size", 0)
-            if "markov_w1.weight" in file.tensors:
-                method = "dspark"
-        return command_for(to, target, str(folder), method, most or depth)
+            data, is_dspark = file.metadata, "markov_w1.weight" in file.tensors
+            method = "dspark" if is_dspark else data.text("general.architecture")
+            if method != "eagle3":  # the block that it was trained for
+                anchor = is_dspark and data.flag("dflash.sample_from_anchor", True)
+                depth = data.integer("dflash.block_size") - 1 + anchor
+        return command_for(to, target, str(folder), method, depth)
     config = read_config(folder)
     if is_medusa(config):
         method, depth = "medusa", min(depth, config.get("num_heads", depth))
