@@ -463,7 +463,8 @@ CLASSIC = {
 def new_eagle(lab: Lab, version: int, changes: tuple[tuple[str, object], ...]):
     config = EagleConfig.for_target(version, lab.shape, **dict(changes))
     num_draft = config.draft_vocab_size if config.has_draft_vocab else None
-    return EagleNet, config, num_draft, partial(UnrolledLoss, num_steps=2)
+    num_steps = 2 if config.mask_token_id is None else config.num_levels
+    return EagleNet, config, num_draft, partial(UnrolledLoss, num_steps=num_steps)
 
 
 def new_mtp(lab: Lab, num_modules: int):

@@ -41,6 +41,7 @@ LLAMA3 = {
 }  # fmt: skip
 LAYOUTS = ("draftwing", "eagle", "vllm", "sglang", "speculators")
 NARROW = {"hidden_size": 16, "target_hidden_size": HIDDEN, "own_embedding": True, "fc_norm": True}
+QK = "norms of queries and keys"
 OWN = "an embedding of the head's own"
 # Version and shape of a head, the other layouts that can express it, and the reason of those that cannot.
 VARIANTS = {
@@ -62,10 +63,13 @@ VARIANTS = {
     "eagle1-layers": (1, {"num_layers": 3}, "eagle vllm sglang", "EAGLE-1"),
     "eagle1-qkv-bias": (1, {"qkv_bias": True, "num_layers": 2}, "eagle vllm sglang", "EAGLE-1"),
     "eagle1-embedding": (1, {"own_embedding": True}, "eagle vllm", {"sglang": OWN, "speculators": "EAGLE-1"}),
-    "peagle": (3, {"num_layers": 2, "mask_token_id": 3, "num_levels": 5}, "speculators", "P-EAGLE (use speculators)"),
+    "peagle": (3, {"num_layers": 2, "mask_token_id": 3, "num_levels": 5}, "vllm speculators", "P-EAGLE (use vllm or"),
     "eagle3-layers": (3, {"num_layers": 3}, "vllm speculators", "EAGLE-3 of 3 layers"),
     "eagle3-qkv-bias": (3, {"qkv_bias": True}, "vllm speculators", "biases of queries, keys and values in EAGLE-3"),
-    "eagle3-qk-norm": (3, {"qk_norm": True, "num_layers": 2}, "", "norms of queries and keys"),
+    "eagle3-qk-norm": (3, {"qk_norm": True, "num_layers": 2}, "vllm speculators", QK),
+    "eagle3-qwen3-bias": (3, {"qk_norm": True, "qkv_bias": True}, "vllm speculators", QK),
+    "peagle-qk-norm": (3, {"qk_norm": True, "mask_token_id": 3}, "vllm speculators", "P-EAGLE (use vllm or"),
+    "eagle1-qk-norm": (1, {"qk_norm": True}, "", dict.fromkeys(LAYOUTS, QK) | {"speculators": "EAGLE-1"}),
     "eagle3-embedding": (3, {"own_embedding": True}, "eagle vllm speculators", OWN),
     "eagle3-narrow": (3, NARROW, "vllm speculators", {"eagle": "fc_norm", "sglang": OWN}),
 }
@@ -318,6 +322,14 @@ def test_the_layouts_of_engines(tmp_path):
     assert sglang["eagle_config"] == {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 4]}
     assert "eagle_aux_hidden_state_layer_ids" not in sglang
     assert vllm["num_aux_hidden_states"] == sglang["num_aux_hidden_states"] == 2
+
+    save_head(tmp_path / "parallel", head_of("peagle-qk-norm"), "vllm")
+    save_head(tmp_path / "qwen3", head_of("eagle3-qwen3-bias"), "speculators")
+    config = read_config(tmp_path / "parallel")
+    assert (config["architectures"], config["model_type"]) == (["Eagle3Qwen3ForCausalLM"], "qwen3")
+    assert config["pard_token"] == config["mask_token_id"] == 3
+    assert read_config(tmp_path / "qwen3")["transformer_layer_config"]["model_type"] == "qwen3"
+    assert not any("o_proj.bias" in name for name in load_file(tmp_path / "qwen3" / "model.safetensors"))
 
     config = read_config(tmp_path / "speculators")
     assert "model_type" not in config
@@ -658,7 +670,9 @@ def test_peagle_of_others(tmp_path):
     set_config(folder, mask_token_id=VOCAB)
     with refused(ConfigError, f"mask_token_id must be a token below {VOCAB}", "correct it in config.json"):
         load(folder)
-    set_config(folder, "mask_token_id")
+    set_config(folder, "mask_token_id", ptd_token_id=6)
+    assert load(folder).config.mask_token_id == 6
+    set_config(folder, "ptd_token_id")
     with refused(ConfigError, "lacks `mask_token_id`", "a P-EAGLE head reads"):
         load(folder)
 
@@ -1180,8 +1194,8 @@ def test_training_notes_are_json(tmp_path):
 
 
 def test_unknown_layouts(head):
-    with refused(ConfigError, "unknown head layout 'gguf'", "draftwing, eagle, vllm, sglang, speculators"):
-        convert(head, head.parent / "out", "gguf")
+    with refused(ConfigError, "unknown head layout 'onnx'", "draftwing, eagle, vllm, sglang, speculators, gguf"):
+        convert(head, head.parent / "out", "onnx")
     with refused(ConfigError, "at least 1 token, found depth 0"):
         convert(head, head.parent / "out", "speculators", depth=0)
 

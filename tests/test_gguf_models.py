@@ -1,22 +1,29 @@
 """Whole models out of GGUF files, drafted or not: in float32 arithmetic the numbers of their float32 expansion."""
 
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 import draftwing as dw
+import draftwing.cli.main as cli
 from conftest import add_tokenizer, refused
 from draftwing.cpu.layout import BLOCKS
 from draftwing.cpu.library import get_kernel
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
+from draftwing.formats.gguf import open_file
 from draftwing.formats.gguf_folder import open_gguf
 from draftwing.formats.gguf_weights import import_gguf
 from draftwing.formats.identity import target_id_of_folder
 from draftwing.loading import load_target
 from draftwing.methods.base import Budget
+from draftwing.methods.calibration import Calibration
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
-from draftwing.methods.registry import convert, get_method
+from draftwing.methods.registry import convert, get_method, method_of_folder
+from draftwing.models.config import read_config
 from draftwing.models.context import FeatureSpec
 from draftwing.models.lean import LeanTarget
 from draftwing.models.weights import WeightFiles
@@ -215,13 +222,154 @@ def test_heads_as_files(kind, source, tmp_path):
         dw.load(file, "none", device="cpu")
     for name, value, part in (
         ("target_layers", None, f"lacks `{kind}.target_layers`"),
-        ("norm_before_fc", True, f"`{kind}.norm_before_fc` True is not supported"),
-        (f"{kind}.attention.sliding_window", 5, f"`{kind}.attention.sliding_window` 5 is not supported"),
+        ("embedding_scale", 2, f"`{kind}.embedding_scale` 2 is not supported"),
+        (
+            f"{kind}.attention.sliding_window",
+            5,
+            f"`{kind}.attention.sliding_window` 5 is not"
+            if kind == "eagle3"
+            else "Windows without `dflash.attention.slid",
+        ),
     ):
         changed = {key: each for key, each in {**fields, name: value}.items() if each is not None}
         other = write_head_file(tmp_path / "folder", source, tmp_path / f"{name}.gguf", kind, **changed)
         with refused(ConfigError if value is None else UnsupportedError, part):
             open_gguf(other)
+
+
+WRITTEN = {
+    "eagle3": {
+        "norm_before_residual": True,
+        "norm_before_fc": True,
+        "rope": ("llama3", {"factor": 4.0, "original_max_position_embeddings": 64}),
+    },
+    "eagle3-narrow": {"target_hidden_size": 256, "own_embedding": True, "hidden_size": 16},
+    "dflash-windows": {"windows": (8, None), "num_layers": 2},
+    "dflash-causal": {"windows": (8,), "causal": (True,), "own_head": True},
+    "dspark": {"rank": 4, "rope": ("yarn", {"factor": 2.0, "original_max_position_embeddings": 64})},
+    "dspark-masks": {"rank": 4, "from_anchor": False, "own_head": True},
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_written_heads(name, source, file_of, tmp_path):
+    """A head's file drafts as its folder does: it has the numbers, the calibration and the target's tokenizer."""
+    target_file, changes = file_of("F32"), dict(WRITTEN[name])
+    target, kind = load_target(open_gguf(target_file), prepack=False), name.partition("-")[0]
+    method, own = get_method(kind), target_id_of_folder(open_gguf(target_file))
+    rope = changes.pop("rope", None)
+    if rope is not None:
+        changes["rope"] = replace(target.config.rope, type=rope[0], **rope[1])
+    changes |= {"calibration": Calibration(1.5, 0.125, 1.25), "target": own}
+    embedding, ids = target.embedding.plain(), torch.arange(20, 80, 2)
+    torch.manual_seed(4)
+    if kind == "eagle3":
+        config = EagleConfig.for_target(3, target.config, len(ids), taps=(0, 1, 2), **changes)
+        table = torch.randn(target.vocab_size, config.hidden_size) if config.own_embedding else embedding
+        net = EagleNet(config, table, target.head, ids)
+    else:
+        fields = {"num_layers": 1, "mask_token_id": 7, "block_size": 4, "from_anchor": kind == "dspark", **changes}
+        config = method.config.for_target(target.config, (1, 2), **fields)
+        net = method.net(config, embedding, target.head, ids if config.own_head else None)
+    method.write(tmp_path / "head", net, training={"steps": 3})
+    written = tmp_path / "head.gguf"
+    convert(tmp_path / "head", written, "gguf", target=own, target_file=target_file)
+    folder = open_gguf(written)
+    assert method_of_folder(folder) is method
+    read = method.read(folder, embedding, target.head, own)
+    assert read.config == config
+    assert read.tensors().keys() == net.tensors().keys()
+    assert all(torch.equal(tensor, net.tensors()[name]) for name, tensor in read.tensors().items())
+    assert (read.target_ids is None) == (net.target_ids is None)
+    drafts = []
+    options = {"max_tokens": 8, "ignore_eos": True, "temperature": 1.0, "seed": 1, "speculation": Budget(3)}
+    for draft in (tmp_path / "head", written):
+        (text,) = dw.load(target_file, draft, device="cpu").generate(PROMPTS[:1], **options)
+        drafts.append((text.token_ids, text.stats.num_drafted, text.stats.num_accepted))
+    assert drafts[0] == drafts[1]
+    with closing(open_file(target_file)) as file, closing(open_file(written)) as head:
+        tokenizer = {key for key in file.metadata.pairs if key.startswith("tokenizer.")}
+        assert tokenizer <= head.metadata.pairs.keys()
+        assert list(head.metadata.pairs["tokenizer.ggml.tokens"]) == list(file.metadata.pairs["tokenizer.ggml.tokens"])
+        assert {info.kind for info in head.tensors.values()} <= {"F32", "I64"}
+    convert(tmp_path / "head", written, "gguf", target=own, target_file=target_file, dtype="float16")  # replaces it
+    with closing(open_file(written)) as head:
+        assert {info.kind for info in head.tensors.values() if len(info.shape) == 2} == {"F16"}
+    convert(open_gguf(written), tmp_path / "again", "draftwing")
+    assert read_config(tmp_path / "again")["draftwing"]["training"] == {"steps": 3}
+
+
+def test_what_a_heads_file_cannot_express(source, file_of, tmp_path):
+    target, target_file = load_target(source, prepack=False), file_of("F32")
+    own, out = target_id_of_folder(source), tmp_path / "head.gguf"
+
+    def written(kind, name, **changes):
+        method, folder = get_method(kind), tmp_path / name
+        if kind.startswith(("eagle", "peagle")):
+            taps = (0, 1, 2) if kind != "eagle1" else (4,)
+            config = EagleConfig.for_target(
+                1 if kind == "eagle1" else 3, target.config, **{"taps": taps, "target": own, **changes}
+            )
+            net = EagleNet(config, target.embedding, target.head)
+        else:
+            fields = {"num_layers": 1, "block_size": 4, "mask_token_id": 7, **changes}
+            config = method.config.for_target(target.config, (1, 2), **fields)
+            net = method.net(config, target.embedding, target.head)
+        method.write(folder, net)
+        return folder
+
+    rope = replace(target.config.rope, type="dynamic", factor=2.0)
+    for kind, changes, reason in (
+        ("eagle1", {}, "such a head can only be written as draftwing, eagle, vllm, sglang, found 'gguf'"),
+        (
+            "peagle",
+            {"mask_token_id": 5},
+            "such a head can only be written as draftwing, vllm, speculators, found 'gguf'",
+        ),
+        ("eagle3", {"fc_norm": True}, "the gguf layout cannot express fc_norm or norm_output"),
+        ("eagle3", {"norm_output": True}, "fc_norm or norm_output (EAGLE-3.1)"),
+        ("eagle3", {"taps": (0, 1)}, "2 taps (llama.cpp takes three)"),
+        ("eagle3", {"num_layers": 2}, "EAGLE-3 of 2 layers"),
+        ("eagle3", {"qk_norm": True}, "norms of queries and keys"),
+        ("eagle3", {"rope": rope}, "RoPE of type 'dynamic'"),
+        ("dflash", {"mask_token_id": None}, "a trained mask vector (train with `--mask-token-id`"),
+        ("dflash", {"from_anchor": True}, "a guess at the pending token's place"),
+        ("dflash", {"attention_bias": True}, "biases of attention"),
+        ("dflash", {"windows": (8, None), "causal": (True, False), "num_layers": 2}, "some causal layers"),
+        ("dspark", {"rope": rope}, "RoPE of type 'dynamic'"),
+    ):
+        folder = written(kind, f"{kind}-{'-'.join(changes)}", **changes)
+        with refused(UnsupportedError, reason):
+            convert(folder, out, "gguf", target=own, target_file=target_file)
+    assert not out.exists()
+    head = written("eagle3", "plain")
+    with refused(ConfigError, "holds the tokenizer of its target", "--target"):
+        convert(head, out, "gguf", target=own)
+    with refused(ConfigError, "dtype 'int8' is not supported in GGUF: choose float32, float16, bfloat16"):
+        convert(head, out, "gguf", target_file=target_file, dtype="int8")
+    with refused(CheckpointError, "one file: choose a name that ends in .gguf"):
+        convert(head, tmp_path / "folder", "gguf", target_file=target_file)
+    with refused(CheckpointError, "holds something that is no head"):
+        convert(head, target_file, "gguf", target_file=target_file)
+    large = written("eagle3", "large")
+    weights = load_file(large / "model.safetensors")
+    weights["fc.weight"][0, 0] = 1e6
+    save_file(weights, large / "model.safetensors")
+    with refused(CheckpointError, "fc.weight", "infinite"):
+        convert(large, out, "gguf", target_file=target_file, dtype="float16")
+    assert not out.exists()
+    assert not list(tmp_path.glob("*.partial"))
+    for draft, kind, depth in ((head, "eagle3", "3"), ("block", "dspark", "4")):
+        folder = written("dspark", draft, from_anchor=True) if draft == "block" else draft
+        command = ["export", str(folder), "--to", "gguf", "-t", str(target_file), "--dtype", "float16", "-o", str(out)]
+        shown = CliRunner().invoke(cli.app, command)
+        assert shown.exit_code == 0, shown.output
+        assert shown.stdout.split() == [
+            *("llama-server", "-m", str(target_file), "-md", str(out)),
+            *("--spec-type", f"draft-{kind}", "--spec-draft-n-max", depth),
+        ]
+    shown = CliRunner().invoke(cli.app, ["export", str(head), "--to", "vllm", "--dtype", "float16", "-o", str(out)])
+    assert "--dtype belongs to --to gguf" in shown.output
 
 
 def test_a_models_file_is_no_head(file_of, tmp_path):

@@ -212,8 +212,8 @@ def test_another_targets_head_is_refused(run, folder_of, tmp_path):
         load_drafter(head, other, None)
     found = {each.name: each.status for each in diagnose(head, folder_of("llama", head_dim=32))}
     assert found == {"head": "ok", "target": "fail"}
-    with refused(ConfigError, "unknown head layout 'gguf'"):
-        convert(head, tmp_path / "no", "gguf")
+    with refused(ConfigError, "unknown head layout 'onnx'"):
+        convert(head, tmp_path / "no", "onnx")
 
 
 def changed(head, tmp_path, change):

@@ -90,7 +90,10 @@ class Training:
     norm_output: bool = option(False, "EAGLE-3.1: feed back the normed state.", expert=True)
     num_layers: int | None = option(None, "Layers of a new net. [default: the method's]", expert=True)
     mask_token_id: int | None = option(
-        None, "DFlash, DSpark, Domino: an unused token as the mask, for other engines. [default: a vector]", expert=True
+        None,
+        "DFlash, DSpark, Domino, P-EAGLE: an unused token as the mask, for other engines. [default: a vector; P-EAGLE: "
+        "the last token]",
+        expert=True,
     )
     hidden_size: int | None = option(None, "Width of a new draft model. [default: half of the target's]", expert=True)
     num_heads: int | None = option(None, "Attention heads of a new draft model. [default: each 64 wide]", expert=True)
@@ -328,37 +331,43 @@ def _print_findings(findings: Sequence[Finding], fit: Fit | None) -> None:
 
 
 # Layouts of all methods, listed here because the methods' classes import PyTorch.
-_LAYOUTS = ("draftwing", "eagle", "vllm", "sglang", "speculators", "medusa")
+_LAYOUTS = ("draftwing", "eagle", "vllm", "sglang", "speculators", "gguf", "medusa")
+_OUT = option(..., "Folder to write, or a file that ends in .gguf.", "-o")
+_DTYPE = option(None, "float32, float16 or bfloat16: data type of a GGUF head's matrices. [default: the head's]")
 
 
 @with_options
 def convert(
     head: Path = _HEAD,
-    out: Path = option(..., "Folder to write.", "-o"),
+    out: Path = _OUT,
     to: str = option("draftwing", f"{', '.join(_LAYOUTS)}."),
-    target: str | None = option(None, "The head's target, if the head does not name it.", "-t"),
+    target: str | None = option(None, "The head's target: for gguf, and if the head does not name it.", "-t"),
+    dtype: str | None = _DTYPE,
     taps: str | None = option(None, "Its hidden states, such as 2,16,29, if the head does not name them."),
     depth: int = option(5, "Number of draft tokens in the config of speculators.", min=1, expert=True),
 ) -> None:
-    """Convert a head to another layout without changing a number.
+    """Convert a head to another layout without changing a number, unless --dtype rounds them.
 
     Examples:
 
     - `draftwing convert my-head/head --to speculators -o my-head-speculators`
     - `draftwing convert downloaded-eagle3 -o head --target path/or/hub-id`
+    - `draftwing convert my-head/head --to gguf --target target.gguf --dtype float16 -o head.gguf`
     """
     from draftwing.methods.registry import convert as run
 
-    run(_head_folder(head, target), out, to, target=_target_id(target), taps=parse_taps(taps), depth=depth)
+    options = _gguf_options(to, target, dtype)
+    run(_head_folder(head, target), out, to, target=_target_id(target), taps=parse_taps(taps), depth=depth, **options)
     screen.line(f"wrote {out} in the layout {to!r}")
 
 
 @with_options
 def export(
     head: Path = _HEAD,
-    out: Path = option(..., "Folder to write.", "-o"),
-    to: str = option("vllm", "vllm, sglang or speculators (read by vLLM)."),
-    target: str | None = option(None, "Folder, name or hub id of the model that the engine serves.", "-t"),
+    out: Path = _OUT,
+    to: str = option("vllm", "vllm, sglang, speculators (read by vLLM) or gguf (llama.cpp)."),
+    target: str | None = option(None, "Folder, name, hub id or GGUF file of the model that the engine serves.", "-t"),
+    dtype: str | None = _DTYPE,
     depth: int = option(3, "Number of draft tokens in a row.", min=1),
 ) -> None:
     """Write a head in another engine's layout, and print the command that serves it.
@@ -366,17 +375,19 @@ def export(
     Examples:
 
     - `draftwing export my-head/head --to vllm --target path/or/hub-id -o my-head-vllm`
+    - `draftwing export my-head/head --to gguf --target target.gguf -o my-head.gguf`
     """
     from draftwing.formats.write import SERVED_BY, serve_command
     from draftwing.methods.registry import convert as run
     from draftwing.models.resolve import fetch
 
     if to not in SERVED_BY:
-        raise ConfigError(f"no engine serves the layout {to!r}: choose vllm, sglang or speculators (or use convert)")
-    run(_head_folder(head, target), out, to, target=_target_id(target), depth=depth)
+        raise ConfigError(f"no engine serves the layout {to!r}: choose {', '.join(SERVED_BY)} (or use convert)")
+    options = _gguf_options(to, target, dtype)
+    run(_head_folder(head, target), out, to, target=_target_id(target), depth=depth, **options)
     entry = entry_of(target)  # engines do not know our names
     served = str(target if entry is None else fetch(entry))
-    if served.endswith(".gguf"):
+    if served.endswith(".gguf") and to != "gguf":
         screen.line("engines read GGUF files in part or not at all: the first command makes a folder of it", "yellow")
         folder = f"{out}-target"
         print(f"draftwing import {shlex.quote(served if entry is None else entry.name)} {shlex.quote(folder)}")
@@ -398,6 +409,18 @@ def _head_folder(head: Path, target: str | None) -> Path:
     hint = f"Did you mean {' or '.join(close)}? " if close else ""
     names = f", or a name: {', '.join(shipped)}" if shipped else ""
     raise CheckpointError(f"{head}: there is no such folder. {hint}Give the folder of a head{names}.")
+
+
+def _gguf_options(to: str, target: str | None, dtype: str | None) -> dict[str, Any]:
+    """Return the options of the layout gguf alone, which holds the tokenizer of the target's GGUF file."""
+    from draftwing.formats.gguf_folder import link_of
+    from draftwing.models.resolve import resolve
+
+    if to == "gguf":
+        return {"target_file": None if target is None else link_of(resolve(target)), "dtype": dtype}
+    if dtype is not None:
+        raise ConfigError(f"--dtype belongs to --to gguf, found {to!r}: leave it out, the numbers are kept")
+    return {}
 
 
 def _target_id(target: str | None) -> Any:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
+from draftwing.formats.gguf_head import rope_obstacle, write_gguf
 from draftwing.formats.plain import DRAFT_IDS, PlainHead, load_plain, own_block
 from draftwing.formats.read import read_tensors, unpickle
 from draftwing.formats.settings import OTHER_ENGINE, SHAPE, SettingsReader, without_mrope
@@ -332,8 +333,10 @@ def _complete_confidence(
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def save_dflash(folder: Path, head: PlainHead, layout: str) -> None:
-    """Write a head in z-lab's or DeepSpec's layout (``vllm``, ``sglang``) or in ``speculators``'.
+def save_dflash(folder: Path, head: PlainHead, layout: str, **options: Any) -> None:
+    """Write a head in z-lab's or DeepSpec's layout (``vllm``, ``sglang``), in ``speculators``' or as a GGUF file.
+
+    ``options`` are those of ``write_gguf``.
 
     Raises UnsupportedError for a head that the layout cannot express.
     """
@@ -342,6 +345,8 @@ def save_dflash(folder: Path, head: PlainHead, layout: str) -> None:
     causal = causal or [False] * len(slides)
     num_target_layers = head.num_target_layers if config.target is None else config.target.num_layers
     has_file = layout == "vllm" and head.kind == "dflash"  # the mask may be a vector
+    is_gguf, num_levels = layout == "gguf", config.block_size - 1 + config.from_anchor
+    gguf_rope = rope_obstacle(config.rope) if is_gguf else ""
     for is_lacking, feature in (
         (
             config.mask_token_id is None and not has_file,
@@ -362,7 +367,13 @@ def save_dflash(folder: Path, head: PlainHead, layout: str) -> None:
         (layout == "sglang" and slides != causal, "layers with a window that see the whole block"),
         (layout == "sglang" and config.own_head, "an LM head of the head's own (SGLang takes the target's)"),
         (layout == "sglang" and num_target_layers is None, "a head whose target is not known (give it: --target)"),
-        (layout == "sglang" and head.kind == "dflash" and config.from_anchor, "a guess at the pending token's place"),
+        (
+            (is_gguf or layout == "sglang") and head.kind == "dflash" and config.from_anchor,
+            "a guess at the pending token's place",
+        ),
+        (is_gguf and any(causal) and not all(causal), "some causal layers (llama.cpp has one flag for all)"),
+        (is_gguf and config.attention_bias, "biases of attention"),
+        (is_gguf and gguf_rope, gguf_rope),
         (
             layout == "vllm" and head.kind == "dspark" and not config.from_anchor,
             "masks alone that guess (DeepSpec's pending token guesses too; use speculators)",
@@ -381,15 +392,26 @@ def save_dflash(folder: Path, head: PlainHead, layout: str) -> None:
         pieces = torch.split(head.tensors[place], [shape[0] for _, shape in parts])
         tensors |= zip((name for name, _ in parts), pieces, strict=True)
     mask = tensors.pop("mask_embedding", None)
+    window = max((window for window in config.windows if window is not None), default=None)
     if head.target_ids is not None:
         tensors |= to_maps(head.target_ids, config.vocab_size)
+    if is_gguf:
+        metadata = {"block_size": config.block_size, "tokenizer.ggml.mask_token_id": config.mask_token_id}
+        if any(slides):
+            metadata |= {"attention.sliding_window": window, "attention.sliding_window_pattern": slides}
+        if any(causal):
+            metadata["attention.causal"] = True
+        if head.kind == "dspark":
+            metadata |= {"sample_from_anchor": config.from_anchor, "has_confidence_head": True}
+        write_gguf(folder, "dflash", config, metadata, tensors, own_block(head), **options)
+        return
     shape = {
         **layer_shape(config, head.tensors["fc.weight"].dtype),
         "model_type": "qwen3",
         "attention_bias": config.attention_bias,
         "layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides]
         or ["full_attention"] * config.num_layers,
-        "sliding_window": max((window for window in config.windows if window is not None), default=None),
+        "sliding_window": window,
         "use_sliding_window": any(slides),
     }
     # vLLM replaces the row of this token; which one does not matter, as long as it is rare.
@@ -401,7 +423,6 @@ def save_dflash(folder: Path, head: PlainHead, layout: str) -> None:
         fields |= {"projector_type": "domino", "emb_dim": config.rank, "gru_hidden_dim": config.state_size}
         fields |= {"shift_label": config.from_anchor, "pure_draft_prefix_len": config.num_uncorrected}
     written: dict[str, Any] = {"block_size": config.block_size, "draft_vocab_size": draft_vocab_size}
-    num_levels = config.block_size - 1 + config.from_anchor
     if is_nested:
         written |= {
             "architectures": [{"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}[head.kind]],

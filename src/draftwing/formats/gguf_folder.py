@@ -32,7 +32,8 @@ from draftwing.models.families import FAMILIES, ExpertTraits, Family, Key
 from draftwing.storage import new_folder, private_folder
 
 LINK = "model.gguf"
-_FORM = 2  # version of the written files: a higher one replaces all folders
+OWN_KEY = "draftwing.config"  # metadata with the ``draftwing`` part of a head's config, as JSON
+_FORM = 3  # version of the written files: a higher one replaces all folders
 _HASHED_BYTES = 1 << 16  # the start of a file identifies it, together with its path, size and time
 _FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _USE_FOLDER = "Use the model's Hugging Face folder instead."
@@ -189,7 +190,7 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
         neutral={"expert_gating_func": (0, 3)},  # the softmax of the chosen scores
     ),
     "eagle3": Architecture("llama", has_pairs=True, is_head=True),
-    "dflash": Architecture("qwen3", is_head=True),
+    "dflash": Architecture("qwen3", is_head=True, neutral={"hidden_act": (b"silu",)}),
 }  # fmt: skip
 
 # Values of keys that change nothing if they are not read, after the architecture's prefix; None: any value.
@@ -327,7 +328,8 @@ def _config(file: GgufFile) -> dict[str, Any]:
         key = getattr(family, factor)
         if isinstance(key, Key) and prefix + name in data:
             config[key.name] = data.number(prefix + name)
-    config |= _windows(data, prefix, traits, family, layers, positions)
+    if not traits.is_head:
+        config |= _windows(data, prefix, traits, family, layers, positions)
     if family.experts is not None:
         config |= _experts(data, prefix, traits, family.experts)
     config |= _rope(file, architecture, family, head_dim, positions)
@@ -342,13 +344,13 @@ def _config(file: GgufFile) -> dict[str, Any]:
     for info in file.tensors.values():
         dtypes[{"F16": "float16", "BF16": "bfloat16"}.get(info.kind, "float32")] += math.prod(info.shape)
     config["dtype"] = dtypes.most_common(1)[0][0]
-    head = _head(file, architecture, config) if traits.is_head else {}
+    head = _head(file, architecture, config, layers) if traits.is_head else {}
     _refuse_unread(data, prefix, traits)
     ModelConfig.from_hf(config, data.where)  # refuses invalid values, naming the file
     return {**config, **head}
 
 
-def _head(file: GgufFile, architecture: str, config: Mapping[str, Any]) -> dict[str, Any]:
+def _head(file: GgufFile, architecture: str, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """Return what a draft head's config has besides its layers', as EAGLE's and z-lab's code spell it.
 
     llama.cpp counts the inputs of the target's layers, as we do, and z-lab's code their outputs. A file holds the
@@ -362,28 +364,56 @@ def _head(file: GgufFile, architecture: str, config: Mapping[str, Any]) -> dict[
             "current llama.cpp."
         )
     vocab_size = file.tensors["d2t"].shape[0] if "d2t" in file.tensors else config["vocab_size"]
+    own = {"draftwing": _own_part(data)} if OWN_KEY in data else {}
     if architecture == "eagle3":
         return {
+            **own,
             "architectures": ["LlamaForCausalLMEagle3"],
             "draft_vocab_size": vocab_size,
             "eagle_aux_hidden_state_layer_ids": taps,
             "norm_before_residual": data.flag("eagle3.norm_before_residual", False),
+            "norm_before_fc": data.flag("eagle3.norm_before_fc", False),
             "target_hidden_size": data.integer("eagle3.target_hidden_size", minimum=1),
         }
     mask = special_id(data, "mask", config["vocab_size"])
+    window, causal = data.integer("dflash.attention.sliding_window", 0), data.flag("dflash.attention.causal", False)
+    slides = data.numbers("dflash.attention.sliding_window_pattern", "biu", layers) if window else None
+    markov = file.tensors.get("markov_w1.weight")
     for is_other, feature in (
-        ("markov_w1.weight" in file.tensors, "DSpark heads (markov_w1.weight)"),
+        (window and slides is None, "Windows without `dflash.attention.sliding_window_pattern`"),
         ("selector_hidden.weight" in file.tensors, "DFlash 2 heads (selector_hidden.weight)"),
         (mask is None, "DFlash heads without `tokenizer.ggml.mask_token_id`"),
     ):
         if is_other:
             raise UnsupportedError(f"{data.where}: {feature} are not read from GGUF. {_USE_FOLDER}")
+    nested = {"mask_token_id": mask, "target_layer_ids": [tap - 1 for tap in taps], "causal": causal}
+    if markov is not None:
+        nested |= {
+            "markov_rank": markov.shape[-1],
+            "enable_confidence_head": data.flag("dflash.has_confidence_head", True),
+            "sample_from_anchor": data.flag("dflash.sample_from_anchor", True),
+        }
     return {
-        "architectures": ["DFlashDraftModel"],
+        **own,
+        "architectures": ["DFlashDraftModel" if markov is None else "DSparkDraftModel"],
         "block_size": data.integer("dflash.block_size", minimum=2),
         "draft_vocab_size": vocab_size,
-        "dflash_config": {"mask_token_id": mask, "target_layer_ids": [tap - 1 for tap in taps]},
+        "layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides or [False] * layers],
+        "sliding_window": window or None,
+        "use_sliding_window": bool(window),
+        "dflash_config": nested,
     }
+
+
+def _own_part(data: Metadata) -> dict[str, Any]:
+    """Return the ``draftwing`` part of the config of a head that Draftwing wrote."""
+    try:
+        own = json.loads(data.text(OWN_KEY))
+    except (ValueError, RecursionError):
+        own = None
+    if not isinstance(own, dict):
+        raise data.wrong(OWN_KEY, "a JSON object")
+    return own
 
 
 def _convolutions(data: Metadata, prefix: str, size: Key, layers: int) -> dict[str, Any]:

@@ -59,6 +59,13 @@ _OUTSIDE_LAYERS = {
     "output_norm.bias": "model.norm.bias",
     "output.weight": "lm_head.weight",
 }
+# Tensors outside the layers of a DSpark head, which is a ``dflash`` file.
+_DSPARK = {
+    "markov_w1.weight": "markov_head.markov_w1.weight",
+    "markov_w2.weight": "markov_head.markov_w2.weight",
+    "conf_proj.weight": "confidence_head.proj.weight",
+    "conf_proj.bias": "confidence_head.proj.bias",
+}
 # Tensors of a layer, and the fields of ``LayerNames`` that hold their names in a checkpoint.
 _IN_LAYERS = {
     "attn_norm": "attention_in",
@@ -98,8 +105,7 @@ def _find_places(file: GgufFile) -> dict[str, _TensorPlace]:
         outside = {**outside, "token_embd_norm.weight": f"{family.names.final_norm}.weight"}
         parts |= _CONVOLUTION
     if traits.is_head:
-        parts["attn_norm_2"] = "hidden_norm"
-        outside = {**outside, "enc.output_norm.weight": "hidden_norm.weight"}
+        parts, outside = head_names(architecture)
     heads: dict[str, int] = {}
     if traits.has_pairs:
         heads["attn_q"] = file.metadata.integer(f"{prefix}head_count", minimum=1)
@@ -130,6 +136,14 @@ def _find_places(file: GgufFile) -> dict[str, _TensorPlace]:
                 )
             places[full_name] = _TensorPlace(tensor, expert, num_heads, offset, new_axis)
     return places
+
+
+def head_names(architecture: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the names of a head's tensors in its layers, and outside them, by their names in a file."""
+    parts = {**_layer_names(FAMILIES[ARCHITECTURES[architecture].model_type]), "attn_norm_2": "hidden_norm"}
+    outside = {new: name.removeprefix("model.") for new, name in _OUTSIDE_LAYERS.items()}
+    norm = "input_norm" if architecture == "eagle3" else "hidden_norm"
+    return parts, {**outside, **_DSPARK, "enc.output_norm.weight": f"{norm}.weight"}
 
 
 def _layer_names(family: Family) -> dict[str, str]:

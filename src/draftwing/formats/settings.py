@@ -65,6 +65,8 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_experts": ((0, 1), "a mixture of experts"),
     "num_local_experts": ((0, 1), "a mixture of experts"),
 }
+# P-EAGLE's mask token, as speculators and SpecForge name it, and vLLM in two ways.
+_MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 OTHER_ENGINE = "serve this head with the engine that it was made for"
 
 
@@ -145,7 +147,7 @@ def dflash_kind(config: Mapping[str, Any]) -> str | None:
 def is_parallel(config: Mapping[str, Any]) -> bool:
     """Return True if a ``config.json`` describes a P-EAGLE head, in any layout."""
     names = [*_class_names(config), str(config.get("speculators_model_type"))]
-    has_key = config.get("pard_token") is not None or config.get("parallel_drafting") is True
+    has_key = any(config.get(key) is not None for key in _MASK_KEYS[1:]) or config.get("parallel_drafting") is True
     return has_key or any("peagle" in name.lower() for name in names)
 
 
@@ -192,7 +194,7 @@ def read_settings(config: Mapping[str, Any], where: str) -> HeadSettings:
     ropes = [shape, shape.get("rope_parameters"), shape.get("rope_scaling")]
     block, mask = _read_block(config, where), None
     if is_parallel(config):
-        mask = top.get("mask_token_id", "id", top.get("pard_token", "id"))
+        mask = next((token for key in _MASK_KEYS if (token := top.get(key, "id")) is not None), None)
         if mask is None:
             raise ConfigError(
                 f"{where}: lacks `mask_token_id`, the token that a P-EAGLE head reads for one that is not known yet "

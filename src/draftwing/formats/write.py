@@ -5,11 +5,13 @@
     vllm         the same names; taps may be named, the residual may be the normed state, EAGLE-1's fc has no bias
     sglang       the same names; taps counted as outputs, EAGLE-1 with its own class and an fc bias
     speculators  vLLM's format: EAGLE-3 as ``layers.0``, with the target named in the config
+    gguf         llama.cpp's: EAGLE-3 in one file, with the target's tokenizer (``gguf_head``)
 
                       more layers      biases of q, k, v    its own embedding, another width than the target's
     eagle             EAGLE-1          EAGLE-1              yes
     vllm, speculators yes              yes, and o's         yes
     sglang            EAGLE-1          EAGLE-1, and o's     no, it takes the target's
+    gguf              no               no                   yes
 
 As read in vLLM 0.32, SGLang 0.5.23, speculators 0.7 and EAGLE's own code. Every layout keeps the ``draftwing`` part of
 the config, which the others ignore, so that the way back loses nothing.
@@ -23,6 +25,7 @@ import shlex
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -34,6 +37,8 @@ from torch import Tensor
 
 from draftwing.errors import CheckpointError, ConfigError, DraftwingWarning, UnsupportedError
 from draftwing.formats.card import copy_card, copy_stored
+from draftwing.formats.gguf import open_file
+from draftwing.formats.gguf_head import rope_obstacle, write_gguf
 from draftwing.formats.read import (
     WEIGHTS,
     Head,
@@ -78,6 +83,7 @@ def _special_features(head: Head) -> dict[str, str]:
     is_eagle1, is_eagle3 = config.version == 1, config.version == 3
     bias = head.tensors.get("fc.bias")
     norms = [name for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(config, name)]
+    gguf_rope = rope_obstacle(rope)
     is_plain_rope = rope.type == "default" or (rope.type in ("linear", "dynamic") and rope.theta == 10000)
     has_other_taps, width = not head.has_default_taps, config.head_dim * config.num_heads
     named_taps = taps if is_eagle3 and head.knows_taps else ()
@@ -99,11 +105,16 @@ def _special_features(head: Head) -> dict[str, str]:
         ("activation", config.activation != "silu", f"activation {config.activation!r} (only silu)"),
         ("rotation", rope.rotary_dim != rope.head_dim, f"rotation of {rope.rotary_dim} of {rope.head_dim} numbers"),
         ("rope", not is_plain_rope, f"RoPE of type {rope.type!r} with base {rope.theta:g}"),
+        ("gguf rope", gguf_rope, gguf_rope),
         ("wide heads", width != config.hidden_size, f"heads of width {config.head_dim} (only hidden_size / heads)"),
+        ("three taps", len(taps) != 3, f"{len(taps)} taps (llama.cpp takes three)"),
+        ("unknown taps", not head.knows_taps, "taps that are not known (name the target, or give them)"),
+        ("tap norms", [name for name in norms if name != "norm_before_fc"], "fc_norm or norm_output (EAGLE-3.1)"),
         ("layers", is_eagle3 and config.num_layers > 1, f"EAGLE-3 of {config.num_layers} layers"),
         ("qkv bias", is_eagle3 and config.qkv_bias, "biases of queries, keys and values in EAGLE-3"),
-        ("qk norms", config.qk_norm, "norms of queries and keys (Qwen3's layer)"),
-        ("parallel", config.mask_token_id is not None, "P-EAGLE (use speculators)"),
+        ("qk norms", config.qk_norm, "norms of queries and keys (Qwen3's layer; use vllm or speculators)"),
+        ("eagle1 qk norms", is_eagle1 and config.qk_norm, "norms of queries and keys in EAGLE-1"),
+        ("parallel", config.mask_token_id is not None, "P-EAGLE (use vllm or speculators)"),
         ("embedding", config.own_embedding, "an embedding of the head's own (SGLang takes the target's)"),
     )
     return {name: description for name, applies, description in cases if applies}
@@ -136,7 +147,7 @@ def layer_shape(config: Any, dtype: torch.dtype) -> Config:
         scaling = {"rope_type": rope.type, "type": rope.type, "factor": rope.factor}
         scaling |= {key: getattr(rope, key) for key in _ROPE_KEYS[rope.type] if getattr(rope, key) is not None}
     shape: Config = {
-        "model_type": "llama",
+        "model_type": "qwen3" if getattr(config, "qk_norm", False) else "llama",
         "num_hidden_layers": config.num_layers,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -206,7 +217,7 @@ def _speculators(head: Head, depth: int) -> Config:
     config = head.config
     # No `model_type` at the top: vLLM recognises the format by its absence. The target's class is unknown.
     layer = {
-        "architectures": ["LlamaForCausalLM"],
+        "architectures": ["Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM"],
         **layer_shape(config, head.dtype),
         "attention_bias": config.qkv_bias,
     }
@@ -254,6 +265,10 @@ def _config(head: Head, layout: str, depth: int) -> Config:
         config["attention_bias"] = head.config.qkv_bias  # the engines' flag
     if layout == "vllm":
         config["bias"] = False
+        if head.config.mask_token_id is not None:
+            config |= {"architectures": ["LlamaForCausalLMEagle3"], "pard_token": head.config.mask_token_id}
+        if head.config.qk_norm:
+            config["architectures"] = ["Eagle3Qwen3ForCausalLM"]
         if is_eagle1 and fc_bias:
             config["draftwing"]["fc_bias"] = True
     elif is_sglang and is_eagle1:
@@ -268,11 +283,11 @@ def _config(head: Head, layout: str, depth: int) -> Config:
 def _tensors(head: Head, layout: str) -> dict[str, Tensor]:
     maps = {} if head.target_ids is None else to_maps(head.target_ids, head.config.vocab_size)
     tensors = {**head.tensors, **maps, **head.copies}
-    if layout in ("draftwing", "eagle"):
+    if layout in ("draftwing", "eagle", "gguf"):
         return tensors
     zeros = torch.zeros(head.config.hidden_size, dtype=head.dtype)
-    for name in list(tensors) if head.config.qkv_bias else ():
-        if name.endswith(".self_attn.o_proj.weight"):  # engines would leave this bias uninitialised
+    for name in list(tensors) if head.config.qkv_bias and not head.config.qk_norm else ():
+        if name.endswith(".self_attn.o_proj.weight"):  # engines would leave this bias of Llama's layer uninitialised
             tensors[name.removesuffix("weight") + "bias"] = zeros.clone()
     if layout == "vllm" and head.config.version == 1:
         # vLLM refuses an lm_head, and silently drops an fc.bias, which is zero here.
@@ -287,16 +302,22 @@ def _tensors(head: Head, layout: str) -> dict[str, Tensor]:
     return tensors
 
 
-_ALL_ENGINES = ("inputs", "eagle3 bias", "rotation", "feature", "tap order", "last tap", "qk norms")
+_ALL_ENGINES = ("inputs", "eagle3 bias", "rotation", "feature", "tap order", "last tap")
 _SERVERS = (*_ALL_ENGINES, "two norms", "activation")
 # The features of ``_special_features`` that each layout cannot express.
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "draftwing": (),
-    "eagle": ("parallel", *_ALL_ENGINES, "residual", "norms", "taps", "rope", "wide heads", "layers", "qkv bias"),
-    "vllm": ("parallel", *_SERVERS, "bias"),
-    "sglang": ("parallel", *_SERVERS, "residual", "layers", "qkv bias", "embedding"),
+    "eagle": (
+        "parallel", "qk norms", *_ALL_ENGINES, "residual", "norms", "taps", "rope", "wide heads", "layers", "qkv bias",
+    ),
+    "vllm": ("eagle1 qk norms", *_SERVERS, "bias"),
+    "sglang": ("parallel", "qk norms", *_SERVERS, "residual", "layers", "qkv bias", "embedding"),
     "speculators": ("eagle1", *_SERVERS),
-}
+    "gguf": (
+        "eagle1", "parallel", "inputs", "eagle3 bias", "three taps", "unknown taps", "last tap", "tap norms", "layers",
+        "qkv bias", "qk norms", "activation", "rotation", "gguf rope",
+    ),
+}  # fmt: skip
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------
@@ -377,7 +398,7 @@ def write_folder(
 # --- conversion ------------------------------------------------------------------------------------------------------
 
 # The engine that serves each layout; ours and EAGLE's have no server.
-SERVED_BY = {"vllm": "vllm", "speculators": "vllm", "sglang": "sglang"}
+SERVED_BY = {"vllm": "vllm", "speculators": "vllm", "sglang": "sglang", "gguf": "llama.cpp"}
 
 
 def convert(
@@ -388,6 +409,8 @@ def convert(
     target: TargetId | None = None,
     taps: tuple[int, ...] | None = None,
     depth: int = 5,
+    target_file: Path | None = None,
+    dtype: str | None = None,
 ) -> None:
     """Write the head in ``source``, of any layout, into ``destination`` in the layout ``to``, with prompts and card.
 
@@ -398,6 +421,7 @@ def convert(
         target: the head's target, for a source that does not name it; compared with one that does.
         taps: the hidden states that the head reads, instead of those that the source names.
         depth: number of tokens that a speculators config proposes.
+        target_file, dtype: ``target`` and ``dtype`` of ``write_gguf``, for the layout gguf.
     """
     source, destination = Path(source), Path(destination)
     check_source(source, destination)
@@ -405,6 +429,12 @@ def convert(
     for text in head.warnings:
         if taps is None or "taps=" not in text:  # the argument replaces a guess
             warnings.warn(DraftwingWarning(text), stacklevel=2)
+    if to == "gguf":
+        written, tensors = head_files(head, to)
+        fields = {name: getattr(head.config, name) for name in ("norm_before_residual", "norm_before_fc")}
+        fields["target_hidden_size"], own = head.config.feature_size, written["draftwing"]
+        write_gguf(destination, "eagle3", head.config, fields, tensors, own, target=target_file, dtype=dtype)
+        return
     save_head(destination, head, to, depth=depth)
     copy_stored(source, destination)
     name, config = destination.resolve().name, head.config
@@ -419,6 +449,14 @@ def serve_command(to: str, target: str, folder: Path, depth: int) -> str:
         raise ConfigError(f"no engine serves the layout {to!r}: choose one of {', '.join(SERVED_BY)}")
     if depth < 1:
         raise ConfigError(f"depth must be at least 1, found {depth}")
+    if to == "gguf":
+        with closing(open_file(folder)) as file:
+            data, is_dspark = file.metadata, "markov_w1.weight" in file.tensors
+            method = "dspark" if is_dspark else data.text("general.architecture")
+            if method != "eagle3":  # the block that it was trained for
+                anchor = is_dspark and data.flag("dflash.sample_from_anchor", True)
+                depth = data.integer("dflash.block_size") - 1 + anchor
+        return command_for(to, target, str(folder), method, depth)
     config = read_config(folder)
     if is_medusa(config):
         method, depth = "medusa", min(depth, config.get("num_heads", depth))
@@ -442,6 +480,9 @@ def command_for(to: str, target: str, folder: str, method: str, depth: int) -> s
             options |= {"method": "eagle3", "parallel_drafting": True}
         config = json.dumps(options)
         return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(config)}"
+    if engine == "llama.cpp":
+        arguments = {"-m": target, "-md": folder, "--spec-type": f"draft-{method}", "--spec-draft-n-max": str(depth)}
+        return "llama-server " + " ".join(f"{key} {shlex.quote(value)}" for key, value in arguments.items())
     if engine is None:
         return ""
     # EAGLE drafts a chain, as in vLLM. The last number counts the target's own token.

@@ -30,7 +30,7 @@ from draftwing.formats.plain import PlainHead
 from draftwing.formats.read import same_matrix
 from draftwing.formats.settings import OTHER_ENGINE, dflash_kind
 from draftwing.formats.tensors import EMBEDDING
-from draftwing.formats.write import command_for
+from draftwing.formats.write import check_source, command_for
 from draftwing.methods.block import BlockMethod, BlockNet, Guess
 from draftwing.methods.net import LAYER_FIELDS, PlainConfig, TargetId
 from draftwing.models.attention import Attend, Attention, HeadTraits
@@ -239,7 +239,7 @@ class DFlash(BlockMethod):
 
     net: type[DFlashNet] = DFlashNet
     config: type[DFlashConfig] = DFlashConfig
-    layouts: tuple[str, ...] = ("draftwing", "vllm", "sglang", "speculators")
+    layouts: tuple[str, ...] = ("draftwing", "vllm", "sglang", "speculators", "gguf")
     settings = (*BlockMethod.settings, "mask_token_id")
 
     def taps(self, num_layers: int) -> tuple[int, ...]:
@@ -256,6 +256,14 @@ class DFlash(BlockMethod):
         head = load_dflash(folder, self.name, self.config)
         head.check_target(target, str(folder))
         return head
+
+    def convert(self, source: Path, destination: Path, to: str, **options: Any) -> None:
+        if to != "gguf":
+            super().convert(source, destination, to, **options)
+            return
+        check_source(source, destination)
+        head = self.read_head(source, options.get("target"))
+        save_dflash(destination, head, to, target=options.get("target_file"), dtype=options.get("dtype"))
 
     def save_head(self, folder: Path, head: PlainHead, layout: str, target: TargetId | None) -> str | None:
         if layout == "draftwing":

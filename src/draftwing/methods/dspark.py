@@ -122,4 +122,5 @@ class DSpark(DFlash):
 
     net = DSparkNet
     config = DSparkConfig
-    layouts = ("draftwing", "vllm", "speculators")  # SGLang wants the target's embedding and LM head in the file
+    # SGLang wants the target's embedding and LM head in the file.
+    layouts = ("draftwing", "vllm", "speculators", "gguf")

@@ -33,7 +33,7 @@ from draftwing.methods.method import NetMethod, NewNet
 from draftwing.methods.net import Scored
 from draftwing.methods.net_drafter import EagleDrafter
 from draftwing.models.attention import CausalAttention
-from draftwing.models.layers import GatedMLP
+from draftwing.models.layers import DecoderLayer, GatedMLP
 from draftwing.models.linear import Linear
 from draftwing.models.rope import inverse_frequencies
 from draftwing.models.target import Target
@@ -88,10 +88,11 @@ def initialise(net: EagleNet, target_head: Linear, batches: Sequence[Scored]) ->
     finds earlier entries after the same two, and copies the token that followed.
     """
     entries = _Entries.from_batches(net, batches)
-    mlp = net.layer.mlp
-    assert isinstance(mlp, GatedMLP)
-    net.layer.out.weight.mul_(NOISE)
-    mlp.down.weight.mul_(NOISE)
+    for layer in net.layers:
+        assert isinstance(layer, DecoderLayer)
+        assert isinstance(layer.mlp, GatedMLP)
+        layer.out.weight.mul_(NOISE)
+        layer.mlp.down.weight.mul_(NOISE)
     if net.config.version == 1:
         _solve_eagle1(net, entries)
     else:
@@ -332,19 +333,33 @@ class Eagle3(Eagle1):
     """An EAGLE-3 or EAGLE-3.1 head."""
 
     version = 3
-    layouts = (*Eagle1.layouts, "speculators")
-    settings = ("inputs", "draft_vocab_size", "fc_norm", "norm_output")
+    layouts = (*Eagle1.layouts, "speculators", "gguf")
+    settings: tuple[str, ...] = ("inputs", "draft_vocab_size", "fc_norm", "norm_output")
 
     def taps(self, num_layers: int) -> tuple[int, ...]:
         return default_taps(num_layers)
 
 
 class PEagle(Eagle3):
-    """A P-EAGLE head: an EAGLE-3 head that drafts a chain in one forward. It can be read and run, not trained."""
+    """A P-EAGLE head: an EAGLE-3 head that drafts a chain of ``unroll_steps`` in one forward."""
 
     drafts_at_once = True
-    layouts = ("draftwing", "speculators")
+    layouts = ("draftwing", "vllm", "speculators")
+    settings = (*Eagle3.settings[1:], "unroll_steps", "num_layers", "mask_token_id")
     options: ClassVar = {}
+
+    def new(self, new: NewNet) -> EagleNet:
+        """Return a net; by default of 4 layers, as in the paper, with the target's last token as the mask."""
+        given = {name: value for name, value in new.settings.items() if value is not None}
+        given["num_levels"] = given.pop("unroll_steps", EagleConfig.num_levels)
+        return super().new(replace(new, settings={"num_layers": 4, "mask_token_id": new.like.vocab_size - 1, **given}))
+
+    def start(self, net: Any, target_head: Linear, batches: Iterable[Scored]) -> None:
+        """Start as an EAGLE-3 head, with the mean of the target's features for the mask."""
+        batches = list(batches)
+        super().start(net, target_head, batches)
+        features = torch.cat([scored.features[:, :-2][scored.batch.real[:, 2:]] for scored in batches])
+        net.mask_hidden.data.copy_(features.mean(0))
 
     def drafter(self, net: Any, target: Target, name: str = "", identity: str = "") -> Drafter:
         return ParallelDrafter(net, target, name, identity)

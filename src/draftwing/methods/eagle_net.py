@@ -257,7 +257,16 @@ class EagleNet(DraftNet):
         if config.mask_token_id is not None:
             self.mask_hidden = nn.Parameter(torch.zeros(taps_width, dtype=dtype, device=self.embedding.device))
 
+    @property
+    def num_levels(self) -> int | None:
+        """Number of tokens that one forward drafts (P-EAGLE); None if they are drafted one by one."""
+        return None if self.config.mask_token_id is None else self.config.num_levels
+
     # --- the forward pass ------------------------------------------------------------------------------------------
+
+    def mask_entry(self) -> tuple[int, Tensor] | None:
+        token = self.config.mask_token_id
+        return None if token is None else (token, self.fuse(self.mask_hidden[None]))
 
     def fuse(self, features: Any) -> Any:
         """Map the target's features (R, F) to states (R, H) by EAGLE-3's fc; EAGLE-1 reads them unchanged."""

@@ -214,6 +214,13 @@ class DraftNet(nn.Module, ABC):
         """Map the target's features (R, F) to states (R, H); by default the identity, for one tap."""
         return features
 
+    def mask_entry(self) -> tuple[int, Tensor] | None:
+        """Return the token and the state (1, H) that entries after the true ones read; None if they read the draft's.
+
+        A net with such an entry drafts all levels in one forward (P-EAGLE).
+        """
+        return None
+
     @abstractmethod
     def forward(self, ids: Any, states: Any, attend: Attend) -> tuple[Any, Any]:
         """Run one draft step of R entries.

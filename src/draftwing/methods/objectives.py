@@ -238,6 +238,12 @@ class DraftLoss(nn.Module):
         self.objective, self.num_steps, self.noise, self.later_share = objective, num_steps, noise, later_share
         self._narrowed = target_ids if net.target_ids is None else None
         self.check()
+        num_levels = getattr(net, "num_levels", None)
+        if num_levels not in (None, num_steps):
+            raise ConfigError(
+                f"training: this {net.kind} head guesses {num_levels} tokens, and unroll_steps is {num_steps}: give "
+                f"{num_levels}, or start from nothing"
+            )
 
     def check(self) -> None:
         """Raise ConfigError if the network cannot be trained with these options."""
@@ -245,12 +251,6 @@ class DraftLoss(nn.Module):
             raise ConfigError(
                 f"training: a net of kind {self.net.kind!r} predicts no features, and the objective compares them: "
                 f"choose --objective fkl, rkl, jsd or tv, or leave it out"
-            )
-        num_levels = getattr(self.net, "num_levels", None)
-        if num_levels not in (None, self.num_steps):
-            raise ConfigError(
-                f"training: this {self.net.kind} head guesses {num_levels} tokens, and unroll_steps is "
-                f"{self.num_steps}: give {num_levels}, or start from nothing"
             )
 
     def forward(self, scored: Scored, truth: Truth, *, agreement: bool = False) -> list[StepSums]:

@@ -125,7 +125,6 @@ register("lookahead", _HERE + "lookahead:Lookahead", "n-grams that the target pr
 _EAGLE1 = {"eagle1": TrainingMethod("eagle1", 1, 0.2), "hass": TrainingMethod("hass", 3)}
 register("eagle1", _HERE + "eagle:Eagle1", "an EAGLE-1 or EAGLE-2 head", training=_EAGLE1)
 register("eagle3", _HERE + "eagle:Eagle3", "an EAGLE-3 head", training={"eagle3": TrainingMethod("eagle3", 5)})
-register("peagle", _HERE + "eagle:PEagle", "a P-EAGLE head", needs="folder")
 _MTP = {"mtp": TrainingMethod("next-token", 1)}  # as many modules as steps
 register("mtp", _HERE + "mtp:Mtp", "MTP modules", needs="target", training=_MTP)
 register("medusa", _HERE + "medusa:Medusa", "Medusa heads", training={"medusa": TrainingMethod("medusa", 5)})
@@ -133,6 +132,7 @@ register("hydra", _HERE + "hydra:Hydra", "Hydra heads", training={"hydra": Train
 register("dflash", _HERE + "dflash:DFlash", "a DFlash net", training={"dflash": TrainingMethod("dflash", 7)})
 register("dspark", _HERE + "dspark:DSpark", "a DSpark net", training={"dspark": TrainingMethod("dflash", 7)})
 register("domino", _HERE + "domino:Domino", "a Domino net", training={"domino": TrainingMethod("dflash", 7)})
+register("peagle", _HERE + "eagle:PEagle", "a P-EAGLE head", training={"peagle": TrainingMethod("eagle3", 8)})
 register("kangaroo", _HERE + "kangaroo:Kangaroo", "a Kangaroo adapter", training={"kangaroo": TrainingMethod("eagle3")})
 register("layers", _HERE + "layer_skip:Layers", "layers that draftwing tune layers chose", needs="folder")
 register("early-exit", _HERE + "layer_skip:EarlyExit", "the target's first layers")

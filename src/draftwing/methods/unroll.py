@@ -4,6 +4,9 @@ At step s entry i is the s-th token drafted after position i: it reads the token
 s - 1 at i, has position i + s, and attends to the same entries as while drafting: the true ones up to i, and steps
 1..s of its chain. HASS (2408.15766) unrolls EAGLE-1 in the same way.
 
+P-EAGLE (2602.01469) is trained with the same entries and the same attention. Its entries after step 0 read a mask
+instead of the text and of earlier states, so the steps are those of one forward.
+
 Shape suffixes: B rows, T tokens, E = T - 2 entries, R = B * E, K heads, G query heads of a KV head, D head dimension.
 """
 
@@ -93,6 +96,7 @@ def unroll(
     shape, rotary = net.shape, net.rotary
     first = 1 if shape.is_shifted else 0
     padded = torch.cat([ids, ids.new_zeros(rows, num_steps)], 1)
+    mask = net.mask_entry()
     attend = UnrolledAttention(rows, count, shape.num_layers, max(shape.head_dim, 1) ** -0.5)
     entries = torch.arange(count, device=ids.device)
     for step in range(num_steps):
@@ -101,6 +105,8 @@ def unroll(
             states = states.view(rows, count, -1)[:, entries].flatten(0, 1)
             attend.choose(entries)
         tokens = padded[:, first + step + entries].reshape(-1)
+        if step and mask is not None:
+            tokens, states = torch.full_like(tokens, mask[0]), mask[1].expand(len(tokens), -1)
         attend.cis = rotary.cis(entries.repeat(rows) + step, upto=length + num_steps).view(len(tokens), 1, -1)
         read, states = net.forward(tokens, states, attend)
         yield StepGuesses(step, entries, read, states=states)

@@ -44,7 +44,7 @@ class TrainOptions:
     fc_norm: bool = False  # EAGLE-3.1
     norm_output: bool = False  # EAGLE-3.1
     num_layers: int | None = None  # None: the method's number (a quarter of the target's for a new draft model)
-    mask_token_id: int | None = None  # DFlash: this token is the mask, as in other projects' heads; None: a vector
+    mask_token_id: int | None = None  # the mask, as in other projects' heads; None: a vector (P-EAGLE: the last token)
     hidden_size: int | None = None  # width of a new draft model; None: half the target's
     num_heads: int | None = None  # heads of a new draft model; None: heads of 64
     own_text: float = 0.0  # share of a draft model's batches that it continues itself
