@@ -233,7 +233,7 @@ class RopeConfig:
             (not (yarn or llama3) or has_original, f"{original_text} must be an integer above 0", original),
             (not yarn or self.beta_fast > 0, "beta_fast must be above 0", self.beta_fast),
             (not yarn or self.beta_slow > 0, "beta_slow must be above 0", self.beta_slow),
-            (not llama3 or 0 < bands[0] < bands[1], "0 < low_freq_factor < high_freq_factor must hold", bands),
+            (not llama3 or 0 < bands[0] <= bands[1], "0 < low_freq_factor <= high_freq_factor must hold", bands),
             (isinstance(self.truncate, bool), "truncate must be true or false", self.truncate),
             (0 <= share <= 1, "partial_rotary_factor must be from 0 to 1", share),
         )

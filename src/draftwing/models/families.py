@@ -101,6 +101,11 @@ class ExpertTraits:
         return len(self.matrices) == 2
 
     @property
+    def apart(self) -> tuple[str, ...]:
+        """Names of the matrices of each expert. GGUF files have gate and up apart."""
+        return ExpertTraits.matrices if self.is_stacked else self.matrices
+
+    @property
     def stacked(self) -> tuple[str, str]:
         """Names of the tensors of all experts. Files of any family may have them (Qwen3.5-MoE as it is published)."""
         if self.is_stacked:
