@@ -92,7 +92,7 @@ _ROPE = {
     "truncate": False,
 }
 _TIED = {"tie_word_embeddings": True}
-_HEADS = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}  # llama.cpp has one width for both
+_HEADS = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_value_heads": 6}  # llama.cpp has one width for both
 _LATENT = {"qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "kv_lora_rank": 32, "moe_intermediate_size": 32}
 # Families of ``conftest.FURTHER`` that GGUF has: with what their files can state, and at least one layer of each kind.
 FURTHER: dict[str, dict[str, Any]] = {
@@ -126,7 +126,10 @@ FURTHER: dict[str, dict[str, Any]] = {
     "qwen3-next": {
         **_HEADS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "mlp_only_layers": []
     },
-    "deepseek-v2": {**_LATENT, "q_lora_rank": 32, "rope_parameters": {**_ROPE, "mscale": 0.7, "mscale_all_dim": 0.7}},
+    "deepseek-v2": {
+        **_LATENT, "q_lora_rank": 32,
+        "rope_parameters": {**_ROPE, "truncate": True, "mscale": 0.7, "mscale_all_dim": 0.7},
+    },
     "deepseek-v3": _LATENT,
     "glm4-moe": {"moe_intermediate_size": 32},
     "ernie4_5-moe": {"moe_intermediate_size": 32, "moe_layer_end_index": -1},
@@ -317,11 +320,14 @@ def add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
             writer.add_array("qwen35.attention.recurrent_layers", recurs)
         else:
             writer.add_full_attention_interval(recurs.index(False) + 1)
-        writer.add_rope_dimension_sections([11, 11, 10, 0])
+        if writer.arch != "qwen3next":
+            writer.add_rope_dimension_sections([11, 11, 10, 0])
     counts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     if experts := next((config[key] for key in counts if config.get(key)), None):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.get("moe_k") or config["num_experts_per_tok"])
+    if config["model_type"] == "ernie4_5_moe":
+        writer.add_expert_shared_feed_forward_length(config["moe_num_shared_experts"] * config["moe_intermediate_size"])
     if config["model_type"] == "llama4_text":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
     if config["model_type"] in ("deepseek_v3", "glm4_moe"):

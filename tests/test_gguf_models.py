@@ -123,7 +123,7 @@ def test_further_families(family, folder_of, tmp_path, without_tiles):
     texts = []
     for draft in ("none", short):
         lm = dw.load(short, draft, device="cpu")
-        assert lm.target.runtime == "kernel"
+        assert lm.target.runtime == ("torch" if family == "gemma4" else "kernel")
         answers = lm.generate(PROMPTS, speculation=Budget(3), ignore_eos=True, **options)
         texts.append([answer.token_ids for answer in answers])
     assert all(answer.stats.num_drafted for answer in answers)

@@ -160,6 +160,7 @@ class Architecture:
 
 # Qwen3.5's and GLM-4.5's positions of images and videos: a text's are the same in all sections.
 _SECTIONS: Final = {"rope.dimension_sections": None}
+_MLP_NORM: Final = {"post_attention_norm": "ffn_norm"}
 
 ARCHITECTURES: Final[dict[str, Architecture]] = {
     "llama": Architecture(
@@ -180,7 +181,7 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
     "exaone4": Architecture("exaone4", pattern=4),
     "command-r": Architecture("cohere"),
     "cohere2": Architecture("cohere2", pattern=4, window=None),
-    "seed_oss": Architecture("seed_oss", renamed={"post_attention_norm": "ffn_norm"}),
+    "seed_oss": Architecture("seed_oss", renamed=_MLP_NORM),
     "ernie4_5": Architecture("ernie4_5"),
     "hunyuan-dense": Architecture("hunyuan_v1_dense"),
     "starcoder2": Architecture("starcoder2"),
@@ -192,21 +193,21 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
     "lfm2": Architecture("lfm2"),
     "lfm2moe": Architecture("lfm2_moe", normalises=True, neutral={"expert_gating_func": (2,)}),  # the sigmoid
     "gpt-oss": Architecture(
-        "gpt_oss", pattern=2, window=None, renamed={"post_attention_norm": "ffn_norm"}, rope={"truncate": False},
+        "gpt_oss", pattern=2, window=None, renamed=_MLP_NORM, rope={"truncate": False},
         neutral={"expert_gating_func": (0, 3)},  # the softmax of the chosen scores
     ),
     "mistral3": Architecture(
         "mistral", (("rope.scaling.original_context_length", 1, "ministral3"),), has_pairs=True, mscale=1.0
     ),
-    "qwen35": Architecture("qwen3_5_text", neutral=_SECTIONS),
-    "qwen35moe": Architecture("qwen3_5_moe_text", neutral=_SECTIONS),
-    "qwen3next": Architecture("qwen3_next", normalises=True),
+    "qwen35": Architecture("qwen3_5_text", renamed=_MLP_NORM, neutral=_SECTIONS),
+    "qwen35moe": Architecture("qwen3_5_moe_text", renamed=_MLP_NORM, neutral=_SECTIONS),
+    "qwen3next": Architecture("qwen3_next", renamed=_MLP_NORM, normalises=True),
     "deepseek2": Architecture(
         "deepseek_v2", (("expert_gating_func", 2, "deepseek_v3"),), neutral={"expert_gating_func": (0, 1, 2)},
         mscale=10.0,
     ),
     "glm4moe": Architecture(
-        "glm4_moe", renamed={"post_attention_norm": "ffn_norm"},
+        "glm4_moe", renamed=_MLP_NORM,
         neutral={**_SECTIONS, "expert_gating_func": (0, 2)},
     ),
     "ernie4_5-moe": Architecture(
