@@ -92,7 +92,11 @@ _ROPE = {
     "truncate": False,
 }
 _TIED = {"tie_word_embeddings": True}
-_HEADS = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_value_heads": 6}  # llama.cpp has one width for both
+_HEADS = {
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_num_value_heads": 6,
+}  # llama.cpp has one width for both
 _LATENT = {"qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "kv_lora_rank": 32, "moe_intermediate_size": 32}
 # Families of ``conftest.FURTHER`` that GGUF has: with what their files can state, and at least one layer of each kind.
 FURTHER: dict[str, dict[str, Any]] = {

@@ -113,6 +113,7 @@ _MODULE = {
 }  # fmt: skip
 # Tensors whose names in a checkpoint do not end in ``.weight`` or ``.bias``.
 _WHOLE_NAMES = ("attn_sinks", "exp_probs_b", "ssm_a", "ssm_dt", "layer_output_scale")
+_ROWS = "moe_statics.e_score_correction_bias"  # is a matrix of one row in a checkpoint
 _LAYER_NAME = re.compile(r"blk\.(\d{1,6})\.((?:shortconv\.|nextn\.)?\w+)(?:\.(\d{1,6}))?(\.weight|\.bias)?")
 
 
@@ -120,12 +121,16 @@ _LAYER_NAME = re.compile(r"blk\.(\d{1,6})\.((?:shortconv\.|nextn\.)?\w+)(?:\.(\d
 class _Order:
     """The order of a tensor's rows, apart from the ``first``: those in the file have two axes of ``shape`` swapped."""
 
-    shape: tuple[int, int, int, int]  # of the rows in the file: one number may be -1
+    shape: tuple[int, int, int, int]  # the file's rows; one number may be -1
     first: int = 0
+
+    @property
+    def multiple(self) -> int:
+        return abs(math.prod(self.shape))
 
     def rows(self, count: int) -> Tensor | None:
         """The rows in a checkpoint's order; None if their number does not fit."""
-        if count < self.first or (count - self.first) % -math.prod(self.shape):
+        if count < self.first or (count - self.first) % self.multiple:
             return None
         swapped = torch.arange(self.first, count).view(self.shape).transpose(1, 2).flatten()
         return torch.cat([torch.arange(self.first), swapped])
@@ -137,7 +142,7 @@ class _TensorPlace:
 
     tensor: str
     expert: int | None
-    order: _Order | None = None  # None if the rows are in a checkpoint's order
+    order: _Order | None = None
     undo: Callable[[Tensor], Tensor] | None = None  # returns a checkpoint's numbers
     new_axis: int | None = None  # a dimension of one that the tensor has in a checkpoint
     is_transposed: bool = False  # the matrices of all heads, one after the other, are (in, out)
@@ -183,7 +188,7 @@ def _find_places(file: GgufFile) -> dict[str, _TensorPlace]:
             undo = partial(_less, family.norm_offset)
         elif part == "ssm_a":
             undo = _logarithm
-        if part == "ffn_gate_inp_shexp" and len(info.shape) == 1:
+        if len(info.shape) == 1 and (part == "ffn_gate_inp_shexp" or name.endswith(_ROWS)):
             new_axis = 0
         elif part in ("shortconv.conv", "ssm_conv1d"):
             new_axis = 1
@@ -386,8 +391,8 @@ class GgufWeights(Weights):
         order = place.order.rows(data.shape[0])
         if order is None:
             raise CheckpointError(
-                f"{self.folder}: the rows of {info.name} must be a whole number for each head, {place.order}, found "
-                f"shape {list(info.shape)}. Download the file again."
+                f"{self.folder}: {info.name} must have a multiple of {place.order.multiple} rows, for the heads that "
+                f"the metadata states, found shape {list(info.shape)}. Download the file again."
             )
         moved = data[order]
         self._mapped[info.part].drop(whole)
