@@ -170,10 +170,10 @@ def gguf_tensors(folder: Path) -> dict[str, np.ndarray]:
     config = json.loads((folder / "config.json").read_text())
     architecture = architecture_of(config)
     kind_of = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(kind_of[architecture], config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(kind_of[architecture], config["num_hidden_layers"] + num_modules(config))
     found: dict[str, Any] = {}
     for name, weight in tensors_of(folder).items():
-        for new, part in converted(config, name, weight).items():
+        for new, part in converted(config, module_name(config, name), weight).items():
             expert = re.search(r"experts\.(\d+)\.", new)
             if not new.startswith("blk."):
                 generic = new.replace(expert[0], "experts.") if expert else new
@@ -195,6 +195,26 @@ def gguf_tensors(folder: Path) -> dict[str, np.ndarray]:
         for name, weight in found.items()
     }
     return {name: weight.contiguous().numpy() for name, weight in stacked.items()}
+
+
+MODULE = {  # of MTP modules
+    "enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head.norm": "shared_head_norm",
+    "embed_tokens": "embed_tokens", "shared_head.head": "shared_head_head", "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm", "fc": "eh_proj", "norm": "shared_head_norm",
+}  # fmt: skip
+
+
+def num_modules(config: dict[str, Any]) -> int:
+    return config.get("num_nextn_predict_layers") or config.get("mtp_num_hidden_layers") or 0
+
+
+def module_name(config: dict[str, Any], name: str) -> str:
+    """The name of an MTP module's tensor in a file, or of one of its layer's as if it were the model's next one."""
+    layers = config["num_hidden_layers"]
+    match = re.fullmatch(rf"(?:mtp|model\.layers\.{layers})\.([\w.]+)\.weight", name)
+    if match and match[1] in MODULE:
+        return f"blk.{layers}.nextn.{MODULE[match[1]]}.weight"
+    return name.replace("mtp.layers.0.", f"model.layers.{layers}.")
 
 
 def converted(config: dict[str, Any], name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -273,7 +293,9 @@ def expert_by_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
 
 def add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
-    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_block_count(config["num_hidden_layers"] + num_modules(config))
+    if num_modules(config):
+        writer.add_nextn_predict_layers(num_modules(config))
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(hidden)
     writer.add_feed_forward_length(config.get("intermediate_size_mlp", config["intermediate_size"]))
@@ -321,7 +343,7 @@ def add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
         recurs = [kind == "linear_attention" for kind in config["layer_types"]]
         if writer.arch == "qwen35":
-            writer.add_array("qwen35.attention.recurrent_layers", recurs)
+            writer.add_array("qwen35.attention.recurrent_layers", recurs + [False] * num_modules(config))
         else:
             writer.add_full_attention_interval(recurs.index(False) + 1)
         if writer.arch != "qwen3next":

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import draftwing as dw
+import mtp_files
 from conftest import add_tokenizer, refused
 from draftwing.cpu.layout import BLOCKS
 from draftwing.cpu.library import get_kernel
@@ -128,6 +129,23 @@ def test_further_families(family, folder_of, tmp_path, without_tiles):
         texts.append([answer.token_ids for answer in answers])
     assert all(answer.stats.num_drafted for answer in answers)
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(("family", "layout"), [("glm4-moe", "deepseek"), ("qwen3.5", "qwen")])
+def test_mtp_modules_of_a_file(family, layout, tmp_path, without_tiles):
+    """They draft what the checkpoint's modules do."""
+    changes = changes_of(family)
+    if family == "qwen3.5":
+        changes["layer_types"] = ["linear_attention", "full_attention"] * 2
+    mtp_files.write_target(tmp_path, layout, 1, family, **changes)
+    add_tokenizer(tmp_path)
+    found = []
+    for source in (tmp_path, write(tmp_path, tmp_path / "m.gguf")):
+        lm = dw.load(source, "mtp", device="cpu")
+        answers = lm.generate(PROMPTS, speculation=Budget(3, 2), max_tokens=12, ignore_eos=True)
+        found.append([(answer.token_ids, answer.stats.num_drafted, answer.stats.num_accepted) for answer in answers])
+    assert found[0] == found[1]
+    assert all(drafted for _, drafted, _ in found[0])
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q8_0", "mixed"])

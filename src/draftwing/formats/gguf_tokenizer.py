@@ -1,7 +1,8 @@
 """Turn a GGUF file's tokenizer into ``tokenizer.json`` and ``tokenizer_config.json``.
 
 Three kinds are supported: byte-level BPE (``gpt2``), whose merges are in the file, SentencePiece (``llama``), whose
-merges follow from the tokens' scores, and Gemma 4's, which is SentencePiece's with merges in the file. Ids are llama.cpp's (compared by ``benchmarks/peers/tokenizer_gguf.py``).
+merges follow from the tokens' scores, and Gemma 4's, which is SentencePiece's with merges in the file. Ids are
+llama.cpp's (compared by ``benchmarks/peers/tokenizer_gguf.py``).
 
 A byte-level tokenizer first cuts text into words. The file holds only the name of the patterns
 (``tokenizer.ggml.pre``); the patterns themselves are from llama.cpp and the tokenizer.json of such models.
