@@ -32,6 +32,7 @@ ARCHITECTURES = {  # by model type
     "qwen3_next": "qwen3next",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
+    "glm": "chatglm",
     "glm4_moe": "glm4moe",
     "ernie4_5_moe": "ernie4_5-moe",
     "llama4_text": "llama4",
@@ -107,6 +108,7 @@ FURTHER: dict[str, dict[str, Any]] = {
     "granite": {},
     "olmo2": {},
     "olmo3": {},
+    "glm": {},
     "glm4": {},
     "exaone4": {},
     "cohere": _TIED,
@@ -414,11 +416,12 @@ def write(
     *,
     change: Callable[[gguf.GGUFWriter], None] | None = None,
     keep: Callable[[str], bool] = lambda name: True,
+    is_fused: bool = False,
     **writer_options: Any,
 ) -> Path:
     """A saved model with a tokenizer as a GGUF file; ``kind_of`` says in which format a tensor goes.
 
-    ``change`` may add to the file and change it, ``keep`` leaves tensors out.
+    ``change`` may add to the file and change it, ``keep`` leaves tensors out; ``is_fused`` is the converter's option.
     """
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(out, architecture_of(config), **writer_options)
@@ -427,7 +430,8 @@ def write(
     add_byte_level(writer, folder, config["vocab_size"])
     if change is not None:
         change(writer)
-    for name, weight in gguf_tensors(folder).items():
+    tensors = gguf_tensors(folder)
+    for name, weight in (fused(tensors) if is_fused else tensors).items():
         if not keep(name):
             continue
         is_plain = weight.ndim == 1 or re.search(r"conv1d|shortconv\.conv\.|bias$", name)
@@ -439,6 +443,23 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return out
+
+
+def fused(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """With one matrix for queries, keys and values, and one for the gates of experts."""
+    found = {}
+    for name, weight in tensors.items():
+        for parts, whole in ((("attn_q", "attn_k", "attn_v"), "attn_qkv"), (("gate_exps", "up_exps"), "gate_up_exps")):
+            layer, part, suffix = name.partition(parts[0] + ".")
+            if part:
+                rows = [tensors[f"{layer}{part}.{suffix}"] for part in parts]
+                found[f"{layer}{whole}.{suffix}"] = np.concatenate(rows, -1 if suffix == "bias" else -2)
+                break
+            if any(f"{part}." in name for part in parts):
+                break
+        else:
+            found[name] = weight
+    return found
 
 
 HEADS = {

@@ -96,6 +96,27 @@ def test_a_file_is_its_checkpoint_again(source_of, tmp_path, family):
         assert weights.unused(set(weights.keys()) - {last}) == [last]
 
 
+@pytest.mark.parametrize("family", ["qwen2", "mixtral", "gpt-oss", "glm"])
+def test_tensors_that_the_converter_fused(source_of, tmp_path, family):
+    """Adjacent pairs, biases, experts and biases of experts."""
+    source = source_of(family)
+    plain, fused = (write(source, tmp_path / f"{fuses}.gguf", is_fused=fuses) for fuses in (False, True))
+    with GgufWeights(plain) as theirs, GgufWeights(fused) as ours:
+        assert ours.keys() == theirs.keys()
+        for name in ours.keys():  # noqa: SIM118
+            assert torch.equal(ours.get(name), theirs.get(name)), name
+            if len(ours.shape(name)) == 2:
+                assert torch.equal(ours.stored(name).data, theirs.stored(name).data), name
+    assert config_of(open_gguf(fused)) == config_of(open_gguf(plain))
+
+    def change(writer):
+        writer.add_tensor("blk.0.attn_qkv.weight", np.zeros((3, 32), np.float32))
+
+    other = write(source, tmp_path / "other.gguf", change=change, keep=lambda name: ".attn_" not in name)
+    with refused(CheckpointError, "blk.0.attn_qkv.weight must hold attn_q, attn_k, attn_v, found shape [3, 32]"):
+        GgufWeights(other)
+
+
 @pytest.mark.parametrize("counts", [[0, 0, 0], [0, 1, 2], [1, 0], 1])
 def test_layers_of_lfm2_have_no_kv_heads_or_one_number_of_them(source_of, tmp_path, counts):
     def change(writer):

@@ -177,6 +177,7 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
     "granite": Architecture("granite", has_pairs=True, neutral={"rope.scaling.finetuned": (True,)}),
     "granitemoe": Architecture("granitemoe", has_pairs=True, neutral={"rope.scaling.finetuned": (True,)}),
     "olmo2": Architecture("olmo2", (("attention.sliding_window", 1, "olmo3"),), pattern=4),
+    "chatglm": Architecture("glm"),
     "glm4": Architecture("glm4"),
     "exaone4": Architecture("exaone4", pattern=4),
     "command-r": Architecture("cohere"),
@@ -345,13 +346,14 @@ def _config(file: GgufFile) -> dict[str, Any]:
         config |= _convolutions(data, prefix, family.conv_size, layers)
     elif not family.is_latent and not family.is_layered:
         config["num_key_value_heads"] = data.integer(f"{prefix}attention.head_count_kv", heads, minimum=1)
-    for key, part in (
-        (family.qkv_bias, "attn_q" if len(family.names.qkv) == 3 else "attn_qkv"),
-        (family.o_bias, "attn_output"),
-        (family.mlp_bias, "ffn_down"),
+    for key, parts in (
+        (family.qkv_bias, ("attn_q", "attn_qkv")),
+        (family.o_bias, ("attn_output",)),
+        (family.mlp_bias, ("ffn_down",)),
     ):
         if isinstance(key, Key):  # several may have one key: a missing bias is reported when it is read
-            config[key.name] = config.get(key.name, False) or f"blk.0.{part}.bias" in file.tensors
+            has_bias = any(f"blk.0.{part}.bias" in file.tensors for part in parts)
+            config[key.name] = config.get(key.name, False) or has_bias
     if family.scale is not None and family.scale_power == 1:
         config[family.scale.name] = data.number(f"{prefix}attention.scale", 0.0) or head_dim**-0.5
     elif family.scale is not None:

@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -111,6 +111,11 @@ _MODULE = {
         ("embed_tokens", "embed_tokens"), ("shared_head_head", "shared_head.head"),
     )
 }  # fmt: skip
+# Tensors that llama.cpp's converter makes of several if asked to.
+_FUSED = {
+    "attn_qkv": ("attn_q", "attn_k", "attn_v"),
+    "ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps"),
+}
 # Tensors whose names in a checkpoint do not end in ``.weight`` or ``.bias``.
 _WHOLE_NAMES = ("attn_sinks", "exp_probs_b", "ssm_a", "ssm_dt", "layer_output_scale")
 _ROWS = "moe_statics.e_score_correction_bias"  # is a matrix of one row in a checkpoint
@@ -138,10 +143,11 @@ class _Order:
 
 @dataclass(frozen=True)
 class _TensorPlace:
-    """The source of a checkpoint's tensor: ``tensor`` of the file, or one ``expert`` of it."""
+    """The source of a checkpoint's tensor: ``tensor`` of the file, or one ``expert`` of it, or some ``rows``."""
 
     tensor: str
     expert: int | None
+    rows: slice | None
     order: _Order | None = None
     undo: Callable[[Tensor], Tensor] | None = None  # returns a checkpoint's numbers
     new_axis: int | None = None  # a dimension of one that the tensor has in a checkpoint
@@ -172,7 +178,8 @@ def _find_places(file: GgufFile) -> dict[str, _TensorPlace]:
         if "ssm_a" in orders:
             parts["ssm_out"] += "_tiled"
     places: dict[str, _TensorPlace] = {}
-    for tensor, info in file.tensors.items():
+    pieces = ((info, piece) for info in file.tensors.values() for piece in _unfused(file, info, parts))
+    for info, (tensor, rows) in pieces:
         if tensor in _NOT_WEIGHTS:
             continue
         part, name, is_stacked = _checkpoint_name(tensor, parts, outside)
@@ -181,6 +188,12 @@ def _find_places(file: GgufFile) -> dict[str, _TensorPlace]:
             raise CheckpointError(
                 f"{file.path}: {tensor} must hold at most {_MAX_EXPERTS} experts' numbers, one after the other, found "
                 f"shape {list(info.shape)}. Download the file again."
+            )
+        is_transposed = part == "attn_k_b"
+        if is_transposed and len(info.shape) != 3:
+            raise CheckpointError(
+                f"{file.path}: {tensor} must hold the matrices of all heads, found shape {list(info.shape)}. "
+                "Convert the model again with a current llama.cpp."
             )
         undo: Callable[[Tensor], Tensor] | None = None
         new_axis = None
@@ -198,8 +211,33 @@ def _find_places(file: GgufFile) -> dict[str, _TensorPlace]:
                 raise CheckpointError(
                     f"{file.path}: {places[full_name].tensor} and {tensor} are both {full_name}. Convert it again."
                 )
-            places[full_name] = _TensorPlace(tensor, expert, orders.get(part), undo, new_axis, part == "attn_k_b")
+            order = orders.get(part)
+            places[full_name] = _TensorPlace(info.name, expert, rows, order, undo, new_axis, is_transposed)
     return places
+
+
+def _unfused(file: GgufFile, info: TensorInfo, parts: Mapping[str, str]) -> list[tuple[str, slice | None]]:
+    """Return the tensors of a layer that a fused one holds, and their rows; any other one itself."""
+    match = _LAYER_NAME.fullmatch(info.name)
+    layer, part, _, suffix = match.groups() if match is not None else ("", "", None, None)
+    if part not in _FUSED or part in parts or suffix is None:
+        return [(info.name, None)]
+    count = info.shape[-1 if suffix == ".bias" else -2] if len(info.shape) > 1 or suffix == ".bias" else 0
+    sizes = [count // 2] * 2
+    if part == "attn_qkv":
+        out = file.tensors.get(f"blk.{layer}.attn_output.weight")
+        queries = 0 if out is None else out.shape[-1]
+        sizes = [queries, (count - queries) // 2, (count - queries) // 2]
+    if sum(sizes) != count or min(sizes) < 1:
+        raise CheckpointError(
+            f"{file.path}: {info.name} must hold {', '.join(_FUSED[part])}, found shape {list(info.shape)}. Download "
+            "the file again."
+        )
+    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+    return [
+        (info.name.replace(f".{part}.", f".{own}."), slice(end - size, end))
+        for own, size, end in zip(_FUSED[part], sizes, ends, strict=True)
+    ]
 
 
 def _less(offset: float, numbers: Tensor) -> Tensor:
@@ -306,7 +344,9 @@ class GgufWeights(Weights):
     def shape(self, name: str) -> tuple[int, ...]:
         place, info = self._find(name)
         shape = info.shape if place.expert is None else info.shape[1:]
-        if place.is_transposed and len(shape) == 3:
+        if place.rows is not None:
+            shape = (place.rows.stop - place.rows.start, *shape[1:])
+        if place.is_transposed:
             shape = (shape[0], shape[2], shape[1])
         if len(shape) == 3:  # the matrices of all heads
             shape = (shape[0] * shape[1], shape[2])
@@ -384,19 +424,21 @@ class GgufWeights(Weights):
         if place.expert is not None:
             num_rows = math.prod(info.shape[1:-1])  # one of a bias
             data = data[place.expert * num_rows : (place.expert + 1) * num_rows]
-        if place.order is None:
-            return data
-        if len(info.shape) == 1 and info.kind in _PLAIN:
-            data = data.view(info.shape[0], -1)  # the numbers of a bias are moved like a matrix's rows
-        order = place.order.rows(data.shape[0])
-        if order is None:
-            raise CheckpointError(
-                f"{self.folder}: {info.name} must have a multiple of {place.order.multiple} rows, for the heads that "
-                f"the metadata states, found shape {list(info.shape)}. Download the file again."
-            )
-        moved = data[order]
-        self._mapped[info.part].drop(whole)
-        return moved if len(info.shape) > 1 else moved.view(1, -1)
+        is_vector = data.shape[0] == 1 and info.kind in _PLAIN  # its numbers are taken like a matrix's rows
+        if is_vector:
+            data = data.view(info.shape[-1], -1)
+        if place.rows is not None:
+            data = data[place.rows]
+        if place.order is not None:
+            order = place.order.rows(data.shape[0])
+            if order is None:
+                raise CheckpointError(
+                    f"{self.folder}: {info.name} must have a multiple of {place.order.multiple} rows, for the heads "
+                    f"that the metadata states, found shape {list(info.shape)}. Download the file again."
+                )
+            data = data[order]
+            self._mapped[info.part].drop(whole)
+        return data.view(1, -1) if is_vector else data
 
     def _expand(self, name: str, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """(rows, bytes) uint8 -> (rows, numbers)."""
