@@ -498,6 +498,15 @@ def without(key):
     return lambda writer: writer.kv_data[0].pop(key)
 
 
+def without_yarn(writer):
+    """Change Ministral 3's metadata to those of Mistral Small 3, which has the same architecture in files."""
+    for key in [key for key in writer.kv_data[0] if ".rope.scaling." in key or "temperature" in key]:
+        del writer.kv_data[0][key]
+
+
+TURNS = 8192 * 5e5 ** (-np.arange(0, 32, 2) / 32) / (2 * math.pi)
+
+
 def stating(key, value, kind="UINT32"):
     """A change of a file that puts a value in a key."""
     return lambda writer: writer.kv_data[0].update({key: gguf.GGUFValue(value, gguf.GGUFValueType[kind])})
@@ -523,6 +532,11 @@ def stating(key, value, kind="UINT32"):
         ("qwen2-moe", stating("qwen2moe.expert_weights_norm", True, "BOOL"), "norm_topk_prob", True),
         ("olmoe", stating("olmoe.expert_gating_func", 1), "norm_topk_prob", False),
         ("qwen2", stating("qwen2.attention.sliding_window", 256), "use_sliding_window", False),
+        ("ministral3", without_yarn, "model_type", "mistral"),
+        ("llama4", extra("rope_freqs.weight", *np.where(TURNS > 1, 1, 8)), ("rope_scaling", "high_freq_factor"), 1.0),
+        ("llama4", stating("llama4.expert_count", 128), "use_qk_norm", False),
+        ("deepseek-v2", without("deepseek2.rope.scaling.yarn_log_multiplier"), ("rope_scaling", "mscale"), None),
+        ("qwen3-next", without("qwen3next.full_attention_interval"), "layer_types", ["linear_attention"] * 3),
     ],
 )
 def test_what_a_file_leaves_to_llama_cpp(source_of, tmp_path, family, change, setting, expected):
@@ -552,12 +566,50 @@ def test_what_a_file_leaves_to_llama_cpp(source_of, tmp_path, family, change, se
         ("olmoe", stating("olmoe.expert_gating_func", 2), ("olmoe.expert_gating_func` 2",)),
         ("glm4", lambda writer: writer.add_rope_dimension_sections([8, 12, 12, 0]), ("glm4.rope.dimension_sections",)),
         ("stablelm", extra("blk.0.attn_q_norm.weight", *[1] * 32), ("blk.0.attn_q_norm.weight", "stablelm")),
+        ("glm4-moe", extra("blk.0.attn_q_norm.weight", *[1] * 32), ("blk.0.attn_q_norm.weight", "glm4moe")),
+        ("llama4", stating("llama4.attention.sliding_window", 0), ("llama4.attention.sliding_window` 0",)),
+        ("gemma4", stating("gemma4.expert_count", 8), ("gemma4.expert_count` 8",)),
+        ("gemma4", lambda writer: writer.add_feed_forward_length([64, 64, 96, 128, 128, 128]), ("widths [64, 64, 96",)),
+        ("qwen3.5", stating("qwen35.ssm.inner_size", 64), ("qwen35.ssm.inner_size` 64", "time_step_rank` 6")),
+        ("deepseek-v2", stating("deepseek2.expert_weights_norm", True, "BOOL"), ("deepseek2.expert_weights_norm",)),
+        (
+            "deepseek-v3",
+            stating("deepseek2.attention.temperature_scale", 0.1, "FLOAT32"),
+            ("deepseek2.attention.temperature_scale` 0.1",),
+        ),
     ],
 )
 def test_what_changes_the_computation_is_honoured_or_refused(source_of, tmp_path, family, change, parts):
     file = write(source_of(family), tmp_path / "m.gguf", change=change)
     with refused(UnsupportedError, "m.gguf", *parts, "Use the model's Hugging Face folder"):
         open_gguf(file)
+
+
+def test_latent_attention_as_files_had_it_at_first(source_of, tmp_path):
+    """One matrix for keys and values, and the widths of the model's own heads."""
+    source = source_of("deepseek-v3")
+    tensors = {name: weight for name, weight in tensors_of(source).items() if "kv_b_proj" in name}
+
+    def change(writer):
+        for name in ("key_length", "value_length"):
+            pairs = writer.kv_data[0]
+            pairs[f"deepseek2.attention.{name}"] = pairs.pop(f"deepseek2.attention.{name}_mla")
+        for name, weight in tensors.items():
+            writer.add_tensor(f"blk.{name.split('.')[2]}.attn_kv_b.weight", weight.numpy())
+
+    is_new = ("attn_k_b", "attn_v_b")
+    file = write(source, tmp_path / "m.gguf", change=change, keep=lambda name: not any(part in name for part in is_new))
+    folder = open_gguf(file)
+    assert config_of(folder).latent == config_of(source).latent
+    with open_weights(folder) as weights:
+        assert all(torch.equal(weights.get(name), weight) for name, weight in tensors.items())
+
+    def flat(writer):
+        writer.add_tensor("blk.0.attn_k_b.weight", np.zeros((128, 32), np.float32))
+
+    file = write(source, tmp_path / "flat.gguf", change=flat, keep=lambda name: "attn_k_b" not in name)
+    with refused(CheckpointError, "blk.0.attn_k_b.weight must hold the matrices of all heads, found shape [128, 32]"):
+        GgufWeights(file)
 
 
 LONGROPE = gguf.RopeScalingType.LONGROPE
@@ -569,6 +621,7 @@ TWICE = np.ones((32, 32), np.float32)
     [
         (UnsupportedError, lambda w: w.add_string("general.architecture", "mamba"), ("'mamba'", "one of llama")),
         (UnsupportedError, lambda w: w.add_type("adapter"), ('"adapter"',)),
+        (ConfigError, lambda w: w.add_nextn_predict_layers(3), ("llama.nextn_predict_layers` 3 leaves no layers",)),
         (UnsupportedError, lambda w: w.add_quantization_version(1), ("version 1",)),
         (UnsupportedError, lambda w: w.add_head_count([4, 4, 2]), ("llama.attention.head_count", "differs")),
         (ConfigError, lambda w: w.add_head_count(0), ("llama.attention.head_count", "from 1")),
