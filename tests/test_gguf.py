@@ -566,7 +566,6 @@ def test_what_a_file_leaves_to_llama_cpp(source_of, tmp_path, family, change, se
         ("olmoe", stating("olmoe.expert_gating_func", 2), ("olmoe.expert_gating_func` 2",)),
         ("glm4", lambda writer: writer.add_rope_dimension_sections([8, 12, 12, 0]), ("glm4.rope.dimension_sections",)),
         ("stablelm", extra("blk.0.attn_q_norm.weight", *[1] * 32), ("blk.0.attn_q_norm.weight", "stablelm")),
-        ("glm4-moe", extra("blk.0.attn_q_norm.weight", *[1] * 32), ("blk.0.attn_q_norm.weight", "glm4moe")),
         ("llama4", stating("llama4.attention.sliding_window", 0), ("llama4.attention.sliding_window` 0",)),
         ("gemma4", stating("gemma4.expert_count", 8), ("gemma4.expert_count` 8",)),
         ("gemma4", lambda writer: writer.add_feed_forward_length([64, 64, 96, 128, 128, 128]), ("widths [64, 64, 96",)),

@@ -365,8 +365,10 @@ def _config(file: GgufFile) -> dict[str, Any]:
     config |= _windows(data, prefix, traits, family, layers, positions)
     if family.experts is not None:
         config |= _experts(data, prefix, traits, family.experts)
-    if family.qk_norm == "unweighted":  # Maverick has no norms, as llama.cpp, too, knows by the experts
-        config["use_qk_norm"] = data.integer(f"{prefix}expert_count") != 128
+    if isinstance(family.uses_qk_norm, Key):  # Llama 4 Maverick has none: llama.cpp, too, knows it by its experts
+        is_maverick = data.integer(f"{prefix}expert_count") == 128
+        has_norms = not is_maverick if family.qk_norm == "unweighted" else "blk.0.attn_q_norm.weight" in file.tensors
+        config[family.uses_qk_norm.name] = has_norms
     config |= _rope(file, architecture, family, head_dim, positions)
     ends = end_ids(data)
     config |= {

@@ -552,7 +552,7 @@ class ModelConfig:
             qkv_bias=read.setting(family.qkv_bias),
             o_bias=read.setting(family.o_bias),
             mlp_bias=read.setting(family.mlp_bias),
-            qk_norm=family.qk_norm != "none" and (family.qk_norm != "unweighted" or read.flag("use_qk_norm", True)),
+            qk_norm=family.qk_norm != "none" and read.setting(family.uses_qk_norm),
             rope=rope,
             sliding_windows=windows,
             moe=_moe(read, family.experts, layers) if family.experts else None,
