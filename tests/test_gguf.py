@@ -21,7 +21,17 @@ from draftwing.formats.gguf_folder import link_of, open_gguf
 from draftwing.formats.gguf_weights import GgufWeights, import_gguf, open_weights
 from draftwing.models.config import ModelConfig
 from draftwing.text.tokenizer import Tokenizer
-from gguf_files import FURTHER, SHIFTED, architecture_of, changes_of, expert_by_expert, gguf_tensors, tensors_of, write
+from gguf_files import (
+    ARCHITECTURES,
+    FURTHER,
+    SHIFTED,
+    architecture_of,
+    changes_of,
+    expert_by_expert,
+    gguf_tensors,
+    tensors_of,
+    write,
+)
 
 FAMILIES = {
     "llama": {},
@@ -94,6 +104,26 @@ def test_a_file_is_its_checkpoint_again(source_of, tmp_path, family):
                 assert torch.equal(stored.data, weight), name
         last = next(name for name in expected if name.endswith("norm.weight") and "layers" not in name)
         assert weights.unused(set(weights.keys()) - {last}) == [last]
+
+
+@pytest.mark.parametrize(("family", "architecture"), [("qwen2", "qwen2vl"), ("qwen3-moe", "qwen3vlmoe")])
+def test_text_models_of_multimodal_ones(source_of, tmp_path, monkeypatch, family, architecture):
+    source = source_of(family)
+    monkeypatch.setitem(ARCHITECTURES, json.loads((source / "config.json").read_text())["model_type"], architecture)
+
+    def change(writer):
+        writer.add_rope_dimension_sections([2, 1, 1, 0])
+        if architecture == "qwen3vlmoe":
+            writer.add_num_deepstack_layers(3)
+
+    folder = open_gguf(write(source, tmp_path / "m.gguf", change=change))
+    assert replace_ids(config_of(folder)) == replace_ids(config_of(source))
+    with open_weights(folder) as weights:
+        assert weights.keys() == sorted(tensors_of(source))
+
+
+def replace_ids(config):
+    return dataclasses.replace(config, eos_ids=(), pad_id=None, dtype=None)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mixtral", "gpt-oss", "glm"])

@@ -158,8 +158,9 @@ class Architecture:
     is_head: bool = False  # a draft head, whose layers are of this family; see ``_head``
 
 
-# Qwen3.5's and GLM-4.5's positions of images and videos: a text's are the same in all sections.
+# Positions of images and videos: a text's are the same in all sections. Layers that read images in addition.
 _SECTIONS: Final = {"rope.dimension_sections": None}
+_DEEPSTACK: Final = {**_SECTIONS, "n_deepstack_layers": None}
 _MLP_NORM: Final = {"post_attention_norm": "ffn_norm"}
 
 ARCHITECTURES: Final[dict[str, Architecture]] = {
@@ -169,6 +170,9 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
     "qwen3moe": Architecture("qwen3_moe", normalises=True),
+    "qwen2vl": Architecture("qwen2", neutral=_SECTIONS),
+    "qwen3vl": Architecture("qwen3", neutral=_DEEPSTACK),
+    "qwen3vlmoe": Architecture("qwen3_moe", normalises=True, neutral=_DEEPSTACK),
     "phi3": Architecture("phi3"),
     "gemma": Architecture("gemma"),
     "gemma2": Architecture("gemma2", pattern=2, window=4096, widest=46),
