@@ -641,6 +641,12 @@ def test_latent_attention_as_files_had_it_at_first(source_of, tmp_path):
         GgufWeights(file)
 
 
+def test_gemma4_needs_the_pattern_of_its_windows(source_of, tmp_path):
+    change = without("gemma4.attention.sliding_window_pattern")
+    with refused(ConfigError, "required metadata `gemma4.attention.sliding_window_pattern` is missing"):
+        open_gguf(write(source_of("gemma4"), tmp_path / "m.gguf", change=change))
+
+
 LONGROPE = gguf.RopeScalingType.LONGROPE
 TWICE = np.ones((32, 32), np.float32)
 

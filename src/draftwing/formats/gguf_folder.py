@@ -25,7 +25,7 @@ from typing import Any, Final
 import numpy as np
 
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError, shown
-from draftwing.formats.gguf import GgufFile, Metadata, is_gguf, open_file, shortest_decimal
+from draftwing.formats.gguf import ADVICE, GgufFile, Metadata, is_gguf, open_file, shortest_decimal
 from draftwing.formats.gguf_tokenizer import end_ids, special_id, tokenizer_config, tokenizer_json
 from draftwing.models.config import ModelConfig
 from draftwing.models.families import FAMILIES, ExpertTraits, Family, Key
@@ -211,10 +211,7 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
         "deepseek_v2", (("expert_gating_func", 2, "deepseek_v3"),), neutral={"expert_gating_func": (0, 1, 2)},
         mscale=10.0,
     ),
-    "glm4moe": Architecture(
-        "glm4_moe", renamed=_MLP_NORM,
-        neutral={**_SECTIONS, "expert_gating_func": (0, 2)},
-    ),
+    "glm4moe": Architecture("glm4_moe", renamed=_MLP_NORM, neutral={**_SECTIONS, "expert_gating_func": (0, 2)}),
     "ernie4_5-moe": Architecture(
         "ernie4_5_moe",  # the width of the shared expert is wrong in files, and not used
         neutral={"interleave_moe_layer_step": (1,), "expert_shared_feed_forward_length": None},
@@ -503,7 +500,9 @@ def _layered(file: GgufFile, prefix: str, layers: int) -> dict[str, Any]:
         is_array = isinstance(data.pairs.get(key), np.ndarray)
         return (data.numbers(key, "iu", layers) if is_array else None) or [data.integer(key, minimum=1)] * layers
 
-    slides = data.numbers(f"{attention}sliding_window_pattern", "biu", layers) or [False] * layers
+    slides = data.numbers(f"{attention}sliding_window_pattern", "biu", layers)
+    if slides is None:
+        raise ConfigError(f"{data.where}: required metadata `{attention}sliding_window_pattern` is missing. {ADVICE}")
     kv_heads, widths = by_layer(f"{attention}head_count_kv"), by_layer(f"{prefix}feed_forward_length")
     full, local = ({kv_heads[i] for i in range(layers) if bool(slides[i]) == is_local} for is_local in (False, True))
     shared = data.integer(f"{attention}shared_kv_layers", 0, maximum=layers)
@@ -682,7 +681,9 @@ def _rope_scaling(file: GgufFile, prefix: str, positions: int, mscale: float) ->
             scaling[name] = data.number(f"{prefix}scaling.yarn_{name}")
     log = data.number(f"{prefix}scaling.yarn_log_multiplier", 0.0) if mscale else 0.0
     if log:
-        scaling["mscale"] = scaling["mscale_all_dim"] = shortest_decimal(mscale * log)
+        # llama.cpp takes DeepSeek's two factors to be the same, and Ministral's first one to be 1.
+        scaling["mscale_all_dim"] = shortest_decimal(mscale * log)
+        scaling["mscale"] = 1.0 if mscale == 1 else scaling["mscale_all_dim"]
     for name in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", *([] if mscale else ["yarn_log_multiplier"])):
         key = f"{prefix}scaling.{name}"
         neutral = [0.0 if name == "yarn_log_multiplier" else 1.0]
