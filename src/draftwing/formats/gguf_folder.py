@@ -32,7 +32,7 @@ from draftwing.models.families import FAMILIES, ExpertTraits, Family, Key
 from draftwing.storage import new_folder, private_folder
 
 LINK = "model.gguf"
-_FORM = 2  # version of the written files: a higher one replaces all folders
+_FORM = 3  # version of the written files: a higher one replaces all folders
 _HASHED_BYTES = 1 << 16  # the start of a file identifies it, together with its path, size and time
 _FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _USE_FOLDER = "Use the model's Hugging Face folder instead."
