@@ -298,6 +298,7 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 2,
             "head_dim": 16,
             "attention_bias": True,
+            "use_qk_norm": True,
             "num_mtp_layers": 0,
         },
     ),

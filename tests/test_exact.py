@@ -567,7 +567,9 @@ class Lab:
 
     def _scored(self, taps: tuple[int, ...]) -> FeatureBatch:
         """What the target says of its own texts."""
-        texts = torch.tensor([[*PROMPTS[row], *self.written(kind, row)][-LENGTH:] for row in range(3) for kind in SAMPLINGS])
+        texts = torch.tensor(
+            [[*PROMPTS[row], *self.written(kind, row)][-LENGTH:] for row in range(3) for kind in SAMPLINGS]
+        )
         batch = Batch(texts, torch.ones_like(texts, dtype=torch.bool), torch.tensor([LENGTH] * len(texts)))
         spec, width = FeatureSpec((*taps, self.plain_target.num_layers)), self.shape.hidden_size
         output = self.plain_target.score(texts, spec)

@@ -21,7 +21,17 @@ from draftwing.formats.gguf_folder import link_of, open_gguf
 from draftwing.formats.gguf_weights import GgufWeights, import_gguf, open_weights
 from draftwing.models.config import ModelConfig
 from draftwing.text.tokenizer import Tokenizer
-from gguf_files import FURTHER, SHIFTED, architecture_of, changes_of, expert_by_expert, gguf_tensors, tensors_of, write
+from gguf_files import (
+    ARCHITECTURES,
+    FURTHER,
+    SHIFTED,
+    architecture_of,
+    changes_of,
+    expert_by_expert,
+    gguf_tensors,
+    tensors_of,
+    write,
+)
 
 FAMILIES = {
     "llama": {},
@@ -33,6 +43,10 @@ FAMILIES = {
     "qwen3-moe": {"mlp_only_layers": [], "norm_topk_prob": True},
     "phi3": {},
 }
+# Families whose checkpoints have some tensors that files have in another form.
+REARRANGED = (
+    "granitemoe", "llama4", "deepseek-v2", "deepseek-v3", "qwen3.5", "qwen3.5-moe", "qwen3-next"
+)  # fmt: skip
 EXPANDED = ["Q5_0", "Q5_1", "Q2_K", "Q3_K", "IQ3_S"]
 
 
@@ -73,11 +87,14 @@ def test_a_file_is_its_checkpoint_again(source_of, tmp_path, family):
     assert ours.eos_ids == (2,)
     expected = expert_by_expert(tensors_of(source)) if family == "gpt-oss" else tensors_of(source)
     with open_weights(folder) as weights:
-        assert weights.keys() == sorted(expected)
+        if family in REARRANGED:
+            expected = {name: weight for name, weight in expected.items() if name in weights}
+        else:
+            assert weights.keys() == sorted(expected)
         for name, weight in expected.items():
             assert weights.shape(name) == tuple(weight.shape)
             found = weights.get(name, torch.float32, tuple(weight.shape))
-            if shifts and name.endswith("norm.weight"):  # 1 + w was rounded
+            if name.endswith("A_log") or (shifts and name.endswith("norm.weight")):  # -exp(w) or 1 + w was rounded
                 assert (found - weight).abs().max() <= torch.finfo(torch.float32).eps
             else:
                 assert torch.equal(found, weight), name
@@ -86,7 +103,48 @@ def test_a_file_is_its_checkpoint_again(source_of, tmp_path, family):
                 assert (stored.format, stored.num_in) == ("float32", weight.shape[1])
                 assert torch.equal(stored.data, weight), name
         last = next(name for name in expected if name.endswith("norm.weight") and "layers" not in name)
-        assert weights.unused(set(expected) - {last}) == [last]
+        assert weights.unused(set(weights.keys()) - {last}) == [last]
+
+
+@pytest.mark.parametrize(("family", "architecture"), [("qwen2", "qwen2vl"), ("qwen3-moe", "qwen3vlmoe")])
+def test_text_models_of_multimodal_ones(source_of, tmp_path, monkeypatch, family, architecture):
+    source = source_of(family)
+    monkeypatch.setitem(ARCHITECTURES, json.loads((source / "config.json").read_text())["model_type"], architecture)
+
+    def change(writer):
+        writer.add_rope_dimension_sections([2, 1, 1, 0])
+        if architecture == "qwen3vlmoe":
+            writer.add_num_deepstack_layers(3)
+
+    folder = open_gguf(write(source, tmp_path / "m.gguf", change=change))
+    assert replace_ids(config_of(folder)) == replace_ids(config_of(source))
+    with open_weights(folder) as weights:
+        assert weights.keys() == sorted(tensors_of(source))
+
+
+def replace_ids(config):
+    return dataclasses.replace(config, eos_ids=(), pad_id=None, dtype=None)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mixtral", "gpt-oss", "glm"])
+def test_tensors_that_the_converter_fused(source_of, tmp_path, family):
+    """Adjacent pairs, biases, experts and biases of experts."""
+    source = source_of(family)
+    plain, fused = (write(source, tmp_path / f"{fuses}.gguf", is_fused=fuses) for fuses in (False, True))
+    with GgufWeights(plain) as theirs, GgufWeights(fused) as ours:
+        assert ours.keys() == theirs.keys()
+        for name in ours.keys():  # noqa: SIM118
+            assert torch.equal(ours.get(name), theirs.get(name)), name
+            if len(ours.shape(name)) == 2:
+                assert torch.equal(ours.stored(name).data, theirs.stored(name).data), name
+    assert config_of(open_gguf(fused)) == config_of(open_gguf(plain))
+
+    def change(writer):
+        writer.add_tensor("blk.0.attn_qkv.weight", np.zeros((3, 32), np.float32))
+
+    other = write(source, tmp_path / "other.gguf", change=change, keep=lambda name: ".attn_" not in name)
+    with refused(CheckpointError, "blk.0.attn_qkv.weight must hold attn_q, attn_k, attn_v, found shape [3, 32]"):
+        GgufWeights(other)
 
 
 @pytest.mark.parametrize("counts", [[0, 0, 0], [0, 1, 2], [1, 0], 1])
@@ -342,7 +400,7 @@ def test_every_familys_file_writes_the_checkpoints_text(source_of, tmp_path, fam
     assert config_of(folder) == config_of(open_gguf(tmp_path / "m.gguf"))
 
 
-@pytest.mark.parametrize("family", [name for name in FURTHER if name != "gpt-oss"])
+@pytest.mark.parametrize("family", [name for name in FURTHER if name not in ("gpt-oss", *REARRANGED)])
 def test_transformers_computes_the_same_from_an_import(source_of, tmp_path, family):
     source, ids = source_of(family), torch.arange(5, 25)[None]
     folder = import_gguf(write(source, tmp_path / "m.gguf"), tmp_path / "out").folder
@@ -381,9 +439,15 @@ def test_an_import_that_is_refused_leaves_nothing(source_of, tmp_path, monkeypat
         import_gguf(file, full)
     with refused(ConfigError, "float64", "float32"):
         import_gguf(file, tmp_path / "out", "float64")
-    with refused(UnsupportedError, "gpt-oss.gguf", "all experts in one tensor", "Use the GGUF file itself"):
-        import_gguf(write(source_of("gpt-oss"), tmp_path / "gpt-oss.gguf"), tmp_path / "out")
-    (tmp_path / "gpt-oss.gguf").unlink()
+    for family, part in (
+        ("gpt-oss", "all experts in one tensor"),
+        ("deepseek-v3", "one matrix for latent keys and values"),
+        ("qwen3-next", "other matrices of the gated delta rule"),
+    ):
+        other = write(source_of(family), tmp_path / f"{family}.gguf")
+        with refused(UnsupportedError, f"{family}.gguf", part, "Use the GGUF file itself"):
+            import_gguf(other, tmp_path / "out")
+        other.unlink()
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with refused(CheckpointError, "out", "the disk has 0.00 GB left"):
@@ -464,6 +528,15 @@ def without(key):
     return lambda writer: writer.kv_data[0].pop(key)
 
 
+def without_yarn(writer):
+    """Change Ministral 3's metadata to those of Mistral Small 3, which has the same architecture in files."""
+    for key in [key for key in writer.kv_data[0] if ".rope.scaling." in key or "temperature" in key]:
+        del writer.kv_data[0][key]
+
+
+TURNS = 8192 * 5e5 ** (-np.arange(0, 32, 2) / 32) / (2 * math.pi)
+
+
 def stating(key, value, kind="UINT32"):
     """A change of a file that puts a value in a key."""
     return lambda writer: writer.kv_data[0].update({key: gguf.GGUFValue(value, gguf.GGUFValueType[kind])})
@@ -489,6 +562,11 @@ def stating(key, value, kind="UINT32"):
         ("qwen2-moe", stating("qwen2moe.expert_weights_norm", True, "BOOL"), "norm_topk_prob", True),
         ("olmoe", stating("olmoe.expert_gating_func", 1), "norm_topk_prob", False),
         ("qwen2", stating("qwen2.attention.sliding_window", 256), "use_sliding_window", False),
+        ("ministral3", without_yarn, "model_type", "mistral"),
+        ("llama4", extra("rope_freqs.weight", *np.where(TURNS > 1, 1, 8)), ("rope_scaling", "high_freq_factor"), 1.0),
+        ("llama4", stating("llama4.expert_count", 128), "use_qk_norm", False),
+        ("deepseek-v2", without("deepseek2.rope.scaling.yarn_log_multiplier"), ("rope_scaling", "mscale"), None),
+        ("qwen3-next", without("qwen3next.full_attention_interval"), "layer_types", ["linear_attention"] * 3),
     ],
 )
 def test_what_a_file_leaves_to_llama_cpp(source_of, tmp_path, family, change, setting, expected):
@@ -518,12 +596,55 @@ def test_what_a_file_leaves_to_llama_cpp(source_of, tmp_path, family, change, se
         ("olmoe", stating("olmoe.expert_gating_func", 2), ("olmoe.expert_gating_func` 2",)),
         ("glm4", lambda writer: writer.add_rope_dimension_sections([8, 12, 12, 0]), ("glm4.rope.dimension_sections",)),
         ("stablelm", extra("blk.0.attn_q_norm.weight", *[1] * 32), ("blk.0.attn_q_norm.weight", "stablelm")),
+        ("llama4", stating("llama4.attention.sliding_window", 0), ("llama4.attention.sliding_window` 0",)),
+        ("gemma4", stating("gemma4.expert_count", 8), ("gemma4.expert_count` 8",)),
+        ("gemma4", lambda writer: writer.add_feed_forward_length([64, 64, 96, 128, 128, 128]), ("widths [64, 64, 96",)),
+        ("qwen3.5", stating("qwen35.ssm.inner_size", 64), ("qwen35.ssm.inner_size` 64", "time_step_rank` 6")),
+        ("deepseek-v2", stating("deepseek2.expert_weights_norm", True, "BOOL"), ("deepseek2.expert_weights_norm",)),
+        (
+            "deepseek-v3",
+            stating("deepseek2.attention.temperature_scale", 0.1, "FLOAT32"),
+            ("deepseek2.attention.temperature_scale` 0.1",),
+        ),
     ],
 )
 def test_what_changes_the_computation_is_honoured_or_refused(source_of, tmp_path, family, change, parts):
     file = write(source_of(family), tmp_path / "m.gguf", change=change)
     with refused(UnsupportedError, "m.gguf", *parts, "Use the model's Hugging Face folder"):
         open_gguf(file)
+
+
+def test_latent_attention_as_files_had_it_at_first(source_of, tmp_path):
+    """One matrix for keys and values, and the widths of the model's own heads."""
+    source = source_of("deepseek-v3")
+    tensors = {name: weight for name, weight in tensors_of(source).items() if "kv_b_proj" in name}
+
+    def change(writer):
+        for name in ("key_length", "value_length"):
+            pairs = writer.kv_data[0]
+            pairs[f"deepseek2.attention.{name}"] = pairs.pop(f"deepseek2.attention.{name}_mla")
+        for name, weight in tensors.items():
+            writer.add_tensor(f"blk.{name.split('.')[2]}.attn_kv_b.weight", weight.numpy())
+
+    is_new = ("attn_k_b", "attn_v_b")
+    file = write(source, tmp_path / "m.gguf", change=change, keep=lambda name: not any(part in name for part in is_new))
+    folder = open_gguf(file)
+    assert config_of(folder).latent == config_of(source).latent
+    with open_weights(folder) as weights:
+        assert all(torch.equal(weights.get(name), weight) for name, weight in tensors.items())
+
+    def flat(writer):
+        writer.add_tensor("blk.0.attn_k_b.weight", np.zeros((128, 32), np.float32))
+
+    file = write(source, tmp_path / "flat.gguf", change=flat, keep=lambda name: "attn_k_b" not in name)
+    with refused(CheckpointError, "blk.0.attn_k_b.weight must hold the matrices of all heads, found shape [128, 32]"):
+        GgufWeights(file)
+
+
+def test_gemma4_needs_the_pattern_of_its_windows(source_of, tmp_path):
+    change = without("gemma4.attention.sliding_window_pattern")
+    with refused(ConfigError, "required metadata `gemma4.attention.sliding_window_pattern` is missing"):
+        open_gguf(write(source_of("gemma4"), tmp_path / "m.gguf", change=change))
 
 
 LONGROPE = gguf.RopeScalingType.LONGROPE
@@ -535,6 +656,7 @@ TWICE = np.ones((32, 32), np.float32)
     [
         (UnsupportedError, lambda w: w.add_string("general.architecture", "mamba"), ("'mamba'", "one of llama")),
         (UnsupportedError, lambda w: w.add_type("adapter"), ('"adapter"',)),
+        (ConfigError, lambda w: w.add_nextn_predict_layers(3), ("llama.nextn_predict_layers` 3 leaves no layers",)),
         (UnsupportedError, lambda w: w.add_quantization_version(1), ("version 1",)),
         (UnsupportedError, lambda w: w.add_head_count([4, 4, 2]), ("llama.attention.head_count", "differs")),
         (ConfigError, lambda w: w.add_head_count(0), ("llama.attention.head_count", "from 1")),

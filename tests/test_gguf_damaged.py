@@ -251,7 +251,7 @@ CHECKPOINT = {
             }
         ),
         "blk.0.attn_",
-        "a whole number of pairs for each of 3 heads",
+        "a multiple of 6 rows",
     ),
 }
 UNSUPPORTED = {

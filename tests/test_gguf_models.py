@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 import draftwing as dw
 import draftwing.cli.main as cli
+import mtp_files
 from conftest import add_tokenizer, refused
 from draftwing.cpu.layout import BLOCKS
 from draftwing.cpu.library import get_kernel
@@ -116,25 +117,61 @@ def test_texts_of_a_file(kind, arithmetic, temperature, file_of, tmp_path):
     assert texts.count(texts[0]) == len(texts)
 
 
+@pytest.fixture(scope="module")
+def further(folder_of):
+    """A maker of tiny models of further families, with a tokenizer."""
+
+    def make(family):
+        source = folder_of(family, **changes_of(family))
+        return source if (source / "tokenizer.json").exists() else add_tokenizer(source)
+
+    return make
+
+
 @pytest.mark.parametrize("family", FURTHER)
-def test_further_families(family, folder_of, tmp_path, without_tiles):
-    """A file in F32 computes what the checkpoint does, and one in 8 bits drafts without changing its own text."""
-    source = folder_of(family, **changes_of(family))
-    if not (source / "tokenizer.json").exists():
-        add_tokenizer(source)
-    file = write(source, tmp_path / "wide.gguf")
-    ours, theirs = (load_target(folder, device="cpu") for folder in (open_gguf(file), source))
-    for found, expected in zip(logits_of(ours), logits_of(theirs), strict=True):
-        assert torch.allclose(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
-    short, options = write(source, tmp_path / "short.gguf", lambda name, weight: "Q8_0"), {"max_tokens": 16}
-    texts = []
-    for draft in ("none", short):
-        lm = dw.load(short, draft, device="cpu")
-        assert lm.target.runtime == "kernel"
-        answers = lm.generate(PROMPTS, speculation=Budget(3), ignore_eos=True, **options)
+def test_further_families(family, further, tmp_path, without_tiles):
+    """A file in F32 computes what the checkpoint does."""
+    source = further(family)
+    folders = open_gguf(write(source, tmp_path / "m.gguf")), source
+    for dtype in ("float32", "float64") if family == "qwen3.5" else ("float32",):  # its heads are moved in PyTorch, too
+        targets = (load_target(folder, dtype=dtype, device="cpu") for folder in folders)
+        for found, expected in zip(*map(logits_of, targets), strict=True):
+            assert torch.allclose(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+IN_8_BITS = ("gemma2-capped", "lfm2-moe", "gpt-oss", "qwen3.5", "deepseek-v2")  # by make test
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name in IN_8_BITS else pytest.mark.full) for name in FURTHER]
+)
+def test_further_families_in_8_bits(family, further, tmp_path, without_tiles):
+    """A file drafts without changing its own text."""
+    file, texts = write(further(family), tmp_path / "m.gguf", lambda name, weight: "Q8_0"), []
+    for draft in ("none", file):
+        lm = dw.load(file, draft, device="cpu")
+        assert lm.target.runtime == ("torch" if family == "gemma4" else "kernel")
+        answers = lm.generate(PROMPTS, speculation=Budget(3), ignore_eos=True, max_tokens=16)
         texts.append([answer.token_ids for answer in answers])
     assert all(answer.stats.num_drafted for answer in answers)
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(("family", "layout"), [("glm4-moe", "deepseek"), ("qwen3.5", "qwen")])
+def test_mtp_modules_of_a_file(family, layout, tmp_path, without_tiles):
+    """They draft what the checkpoint's modules do."""
+    changes = changes_of(family)
+    if family == "qwen3.5":
+        changes["layer_types"] = ["linear_attention", "full_attention"] * 2
+    mtp_files.write_target(tmp_path, layout, 1, family, **changes)
+    add_tokenizer(tmp_path)
+    found = []
+    for source in (tmp_path, write(tmp_path, tmp_path / "m.gguf")):
+        lm = dw.load(source, "mtp", device="cpu")
+        answers = lm.generate(PROMPTS, speculation=Budget(3, 2), max_tokens=12, ignore_eos=True)
+        found.append([(answer.token_ids, answer.stats.num_drafted, answer.stats.num_accepted) for answer in answers])
+    assert found[0] == found[1]
+    assert all(drafted for _, drafted, _ in found[0])
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q8_0", "mixed"])

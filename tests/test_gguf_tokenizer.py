@@ -82,11 +82,10 @@ def pieces(path, added=(), **settings):
     kinds = [2, 3, 3, *[6] * 256, *[1] * (len(letters) + len(words)), 3, *[4] * len(added)]
     return file_with(
         path,
-        model="llama",
         tokens=tokens,
         scores=scores,
         token_type=kinds,
-        **{"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **settings},
+        **{"model": "llama", "unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **settings},
     )
 
 
@@ -160,7 +159,7 @@ def test_an_end_token_behind(tmp_path):
 
 
 def test_a_word_that_is_a_token_needs_no_merges_where_the_model_says_so(tmp_path):
-    for pre, expected in (("llama-bpe", [257]), ("qwen2", [256, LETTERS.index("c")])):
+    for pre, expected in (("llama-bpe", [257]), ("glm4", [257]), ("qwen2", [256, LETTERS.index("c")])):
         path = byte_level(tmp_path / "m.gguf", ["ab", "abc"], merges=["a b"], pre=pre, add_bos_token=False)
         assert tokenizer_of(path).encode("abc").ids == expected
 
@@ -177,6 +176,8 @@ CUT = {
     "default": ["I", "'", "ll", " pay", " ", "123", "4", " ", "$", "   ", "(", "now", ")", "\n\n"],
     "deepseek-coder": ["I", "'", "ll", " pay", " ", "1", "2", "3", "4", " $  ", " (", "now", ")", "\n", "\n"],
     "deepseek-v3": ["I", "'ll", " pay", " ", "123", "4", " $", "  ", " (", "now", ")\n\n"],
+    "deepseek-llm": ["I", "'", "ll", " pay", " ", "1234", " $", "  ", " (", "now", ")", "\n", "\n"],
+    "qwen35": ["I", "'ll", " pay", " ", "1", "2", "3", "4", " $", "  ", " (", "now", ")\n\n"],
 }
 
 
@@ -188,6 +189,20 @@ def cut(name, text):
 @pytest.mark.parametrize("name", CUT)
 def test_words_are_cut_as_the_name_says(name):
     assert cut(name, "I'll pay 1234 $   (now)\n\n") == CUT[name]
+
+
+def test_marks_and_other_alphabets():
+    assert cut("qwen35", "\u0939\u093f\u0928") == ["\u0939\u093f\u0928"]  # a mark is a part of a word
+    assert cut("qwen2", "\u0939\u093f\u0928") == ["\u0939", "\u093f\u0928"]
+    assert cut("qwen35", "\u0561\u0416") == ["\u0561\u0416"]
+    assert cut("deepseek-llm", "\u0561\u0416") == ["\u0561", "\u0416"]  # Armenian letters are none for DeepSeek-V2
+
+
+def test_gemma4_has_merges_in_the_file_and_spaces_that_are_characters(tmp_path):
+    path = pieces(tmp_path / "m.gguf", model="gemma4", merges=[f"{SPACE} w", "l o", "l lo", "h e"])
+    fast = tokenizer_of(path)
+    assert fast.encode("hello w\u00e9").tokens == ["<s>", "he", "llo", f"{SPACE}w", "<0xC3>", "<0xA9>"]
+    assert fast.decode(fast.encode("hello  w\u00e9").ids) == "hello  w\u00e9"
 
 
 def test_capitals_begin_a_word():

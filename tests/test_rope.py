@@ -34,6 +34,7 @@ SETTINGS = {
     "dynamic-odd": (128, 96, {"type": "dynamic", "factor": 1.1}, {"rope_theta": 12345.678}),
     "llama3": (64, 1024, {**LLAMA3, **ORIGINAL}, {"rope_theta": 5e5}),
     "llama3-32": (128, 131072, LONG, {"rope_theta": 500000.0}),
+    "llama3-step": (128, 131072, {**LONG, "high_freq_factor": 1.0}, {"rope_theta": 500000.0}),  # Llama 4's
     "llama3-no-original": (64, 1024, LLAMA3, {"rope_theta": 5e5}),
     "llama3-outer-original": (
         64, 1024, {**LLAMA3, **ORIGINAL}, {"rope_theta": 5e5, "original_max_position_embeddings": 128}
@@ -216,7 +217,7 @@ def test_a_gpu_agrees_with_transformers_there(name):
         ),
         ("must be an integer above 0, found 1.5", {"type": "llama3", "original_max_position_embeddings": 1.5}),
         ("beta_slow must be above 0", {"type": "yarn", "beta_slow": -1}),
-        ("low_freq_factor < high_freq_factor must hold, found (4.0, 4.0)", {"type": "llama3", "low_freq_factor": 4.0}),
+        ("low_freq_factor <= high_freq_factor must hold, found (5.0, 4.0)", {"type": "llama3", "low_freq_factor": 5.0}),
         ("truncate must be true or false, found no", {"type": "yarn", "truncate": "no"}),
     ],
 )

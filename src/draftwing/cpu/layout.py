@@ -28,7 +28,7 @@ class Op(ctypes.Structure):
             (name, ctypes.c_int32)
             for name in ("format", "num_heads", "num_kv_heads", "head_dim", "layer", "window", "first", "row_form")
         ),
-        *((name, ctypes.c_int32) for name in ("is_gated", "centers", "norms_rotated")),
+        *((name, ctypes.c_int32) for name in ("is_gated", "centers", "norms_rotated", "is_tiled")),
         *(
             (name, ctypes.c_int32)
             for name in ("rotation_first", "rotation_pairs", "value_dim", "shared_dim", "query_scale")

@@ -25,7 +25,7 @@ from typing import Any, Final
 import numpy as np
 
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError, shown
-from draftwing.formats.gguf import GgufFile, Metadata, is_gguf, open_file, shortest_decimal
+from draftwing.formats.gguf import ADVICE, GgufFile, Metadata, is_gguf, open_file, shortest_decimal
 from draftwing.formats.gguf_tokenizer import end_ids, special_id, tokenizer_config, tokenizer_json
 from draftwing.models.config import ModelConfig
 from draftwing.models.families import FAMILIES, ExpertTraits, Family, Key
@@ -37,6 +37,8 @@ _FORM = 3  # version of the written files: a higher one replaces all folders
 _HASHED_BYTES = 1 << 16  # the start of a file identifies it, together with its path, size and time
 _FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _USE_FOLDER = "Use the model's Hugging Face folder instead."
+_CONVERT_AGAIN = "Convert the model again."
+_WIDTH = Key("intermediate_size", 0)
 
 _temporary: dict[str, Path] = {}  # folders by name, used if the cache cannot be written
 
@@ -139,8 +141,8 @@ class Architecture:
     """A GGUF architecture: its family, and what llama.cpp implies or its converter changes."""
 
     model_type: str
-    # (key, model type): the family instead if the file has this key, and not 0
-    variants: tuple[tuple[str, str], ...] = ()
+    # (key, value, model type): the family instead if the file has this key, and at least this value
+    variants: tuple[tuple[str, int, str], ...] = ()
     has_pairs: bool = False  # rows of queries and keys are in an order in which RoPE's pairs are adjacent
     renamed: Mapping[str, str] = field(default_factory=dict)  # tensors of a layer: this file's name -> the usual one
     # Every n-th layer has full attention, unless the file has a pattern, and the others the window: its default in
@@ -152,29 +154,40 @@ class Architecture:
     widest: int | None = None
     normalises: bool = False  # default of ``norm_topk_prob``
     rope: Mapping[str, Any] = field(default_factory=dict)  # settings of a stretched RoPE that files do not state
-    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # in addition to ``_NEUTRAL``
+    mscale: float = 0.0  # YaRN's ``mscale_all_dim`` by the file's logarithmic multiplier; 0 if files have none
+    neutral: Mapping[str, tuple[Any, ...] | None] = field(default_factory=dict)  # in addition to ``_NEUTRAL``
     is_head: bool = False  # a draft head, whose layers are of this family; see ``_head``
 
 
+# Positions of images and videos: a text's are the same in all sections. Layers that read images in addition.
+_SECTIONS: Final = {"rope.dimension_sections": None}
+_DEEPSTACK: Final = {**_SECTIONS, "n_deepstack_layers": None}
+_MLP_NORM: Final = {"post_attention_norm": "ffn_norm"}
+
 ARCHITECTURES: Final[dict[str, Architecture]] = {
     "llama": Architecture(
-        "llama", (("expert_count", "mixtral"), ("attention.sliding_window", "mistral")), has_pairs=True
+        "llama", (("expert_count", 1, "mixtral"), ("attention.sliding_window", 1, "mistral")), has_pairs=True
     ),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
     "qwen3moe": Architecture("qwen3_moe", normalises=True),
+    "qwen2vl": Architecture("qwen2", neutral=_SECTIONS),
+    "qwen3vl": Architecture("qwen3", neutral=_DEEPSTACK),
+    "qwen3vlmoe": Architecture("qwen3_moe", normalises=True, neutral=_DEEPSTACK),
     "phi3": Architecture("phi3"),
     "gemma": Architecture("gemma"),
     "gemma2": Architecture("gemma2", pattern=2, window=4096, widest=46),
     "gemma3": Architecture("gemma3_text", pattern=6, local_theta=10000.0, widest=62),
     "smollm3": Architecture("smollm3", has_pairs=True),
     "granite": Architecture("granite", has_pairs=True, neutral={"rope.scaling.finetuned": (True,)}),
-    "olmo2": Architecture("olmo2", (("attention.sliding_window", "olmo3"),), pattern=4),
+    "granitemoe": Architecture("granitemoe", has_pairs=True, neutral={"rope.scaling.finetuned": (True,)}),
+    "olmo2": Architecture("olmo2", (("attention.sliding_window", 1, "olmo3"),), pattern=4),
+    "chatglm": Architecture("glm"),
     "glm4": Architecture("glm4"),
     "exaone4": Architecture("exaone4", pattern=4),
     "command-r": Architecture("cohere"),
     "cohere2": Architecture("cohere2", pattern=4, window=None),
-    "seed_oss": Architecture("seed_oss", renamed={"post_attention_norm": "ffn_norm"}),
+    "seed_oss": Architecture("seed_oss", renamed=_MLP_NORM),
     "ernie4_5": Architecture("ernie4_5"),
     "hunyuan-dense": Architecture("hunyuan_v1_dense"),
     "starcoder2": Architecture("starcoder2"),
@@ -186,9 +199,26 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
     "lfm2": Architecture("lfm2"),
     "lfm2moe": Architecture("lfm2_moe", normalises=True, neutral={"expert_gating_func": (2,)}),  # the sigmoid
     "gpt-oss": Architecture(
-        "gpt_oss", pattern=2, window=None, renamed={"post_attention_norm": "ffn_norm"}, rope={"truncate": False},
+        "gpt_oss", pattern=2, window=None, renamed=_MLP_NORM, rope={"truncate": False},
         neutral={"expert_gating_func": (0, 3)},  # the softmax of the chosen scores
     ),
+    "mistral3": Architecture(
+        "mistral", (("rope.scaling.original_context_length", 1, "ministral3"),), has_pairs=True, mscale=1.0
+    ),
+    "qwen35": Architecture("qwen3_5_text", renamed=_MLP_NORM, neutral=_SECTIONS),
+    "qwen35moe": Architecture("qwen3_5_moe_text", renamed=_MLP_NORM, neutral=_SECTIONS),
+    "qwen3next": Architecture("qwen3_next", renamed=_MLP_NORM, normalises=True),
+    "deepseek2": Architecture(
+        "deepseek_v2", (("expert_gating_func", 2, "deepseek_v3"),), neutral={"expert_gating_func": (0, 1, 2)},
+        mscale=10.0,
+    ),
+    "glm4moe": Architecture("glm4_moe", renamed=_MLP_NORM, neutral={**_SECTIONS, "expert_gating_func": (0, 2)}),
+    "ernie4_5-moe": Architecture(
+        "ernie4_5_moe",  # the width of the shared expert is wrong in files, and not used
+        neutral={"interleave_moe_layer_step": (1,), "expert_shared_feed_forward_length": None},
+    ),
+    "llama4": Architecture("llama4_text", neutral={"expert_gating_func": (0, 2)}),
+    "gemma4": Architecture("gemma4_text", window=None),
     "eagle3": Architecture("llama", has_pairs=True, is_head=True),
     "dflash": Architecture("qwen3", is_head=True, neutral={"hidden_act": (b"silu",)}),
 }  # fmt: skip
@@ -212,6 +242,9 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...] | None]] = {
     "expert_group_count": (0, 1),
     "expert_group_used_count": (0, 1),
 }  # fmt: skip
+
+# The bounds of the frequencies that Llama 3 and Llama 4 stretch in part, which files do not state.
+_BANDS: Final = ((1.0, 4.0), (1.0, 1.0))
 
 # The factors of a family, and their keys in a file.
 _FACTORS: Final = {
@@ -249,8 +282,8 @@ def get_model_type(file: GgufFile) -> str:
     """Return the family of a file's model, as in ``config.json``."""
     architecture = get_architecture(file)
     traits = ARCHITECTURES[architecture]
-    for key, model_type in traits.variants:
-        if file.metadata.integer(f"{architecture}.{key}", 0):
+    for key, minimum, model_type in traits.variants:
+        if file.metadata.integer(f"{architecture}.{key}", 0) >= minimum:
             return model_type
     return traits.model_type
 
@@ -264,17 +297,12 @@ def _config(file: GgufFile) -> dict[str, Any]:
     family = FAMILIES[model_type]
     hidden = data.integer(f"{prefix}embedding_length", minimum=1)
     heads = data.integer(f"{prefix}attention.head_count", minimum=1)
-    if hidden % heads and f"{prefix}attention.key_length" not in data:
-        raise ConfigError(
-            f"{data.where}: `{prefix}embedding_length` {hidden} is no multiple of `{prefix}attention.head_count` "
-            f"{heads}, and there is no `{prefix}attention.key_length`. Convert the model again."
-        )
-    head_dim = data.integer(f"{prefix}attention.key_length", hidden // heads, minimum=1)
-    value_dim = data.integer(f"{prefix}attention.value_length", head_dim, minimum=1)
-    if value_dim != head_dim:
-        raise UnsupportedError(
-            f"{data.where}: keys of {head_dim} and values of {value_dim} numbers, not of one width. {_USE_FOLDER}"
-        )
+    modules = data.integer(f"{prefix}nextn_predict_layers", 0)
+    layers = data.integer(f"{prefix}block_count", minimum=1, maximum=10000) - modules
+    if layers < 1:
+        raise ConfigError(f"{data.where}: `{prefix}nextn_predict_layers` {modules} leaves no layers. {_CONVERT_AGAIN}")
+    sizes = _latent(data, prefix, heads) if family.is_latent else _heads(data, prefix, heads, hidden)
+    head_dim = sizes["head_dim"]
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None and traits.is_head:  # it reads the target's
         vocab_size = len(data.texts("tokenizer.ggml.tokens"))
@@ -292,34 +320,42 @@ def _config(file: GgufFile) -> dict[str, Any]:
             f"architecture {architecture}. {_USE_FOLDER}"
         )
     positions = data.integer(f"{prefix}context_length", minimum=1)
-    layers = data.integer(f"{prefix}block_count", minimum=1, maximum=10000)
     norm = "layer_norm" if family.norm == "layer" else "layer_norm_rms"
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": model_type,
         "vocab_size": vocab_size,
         "hidden_size": hidden,
-        "intermediate_size": data.integer(f"{prefix}feed_forward_length", minimum=1),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "head_dim": head_dim,
+        **sizes,
         family.activation.name: family.activation.default,
         family.eps.name: data.number(f"{prefix}attention.{norm}_epsilon"),
         "max_position_embeddings": positions,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "use_cache": True,
     }
-    if family.conv_size is None:
-        config["num_key_value_heads"] = data.integer(f"{prefix}attention.head_count_kv", heads, minimum=1)
+    if modules:
+        config["num_nextn_predict_layers"] = modules
+    if family.is_layered:
+        config |= _layered(file, prefix, layers)
     else:
+        width = "intermediate_size" if family.experts is None else (family.experts.dense_size or _WIDTH).name
+        config[width] = data.integer(f"{prefix}feed_forward_length", minimum=1)
+    if family.delta is not None:
+        config |= _delta(data, prefix, layers, modules)
+    if family.conv_size is not None:
         config |= _convolutions(data, prefix, family.conv_size, layers)
-    for key, part in (
-        (family.qkv_bias, "attn_q" if len(family.names.qkv) == 3 else "attn_qkv"),
-        (family.o_bias, "attn_output"),
-        (family.mlp_bias, "ffn_down"),
+    elif not family.is_latent and not family.is_layered:
+        config["num_key_value_heads"] = data.integer(f"{prefix}attention.head_count_kv", heads, minimum=1)
+    for key, parts in (
+        (family.qkv_bias, ("attn_q", "attn_qkv")),
+        (family.o_bias, ("attn_output",)),
+        (family.mlp_bias, ("ffn_down",)),
     ):
         if isinstance(key, Key):  # several may have one key: a missing bias is reported when it is read
-            config[key.name] = config.get(key.name, False) or f"blk.0.{part}.bias" in file.tensors
+            has_bias = any(f"blk.0.{part}.bias" in file.tensors for part in parts)
+            config[key.name] = config.get(key.name, False) or has_bias
     if family.scale is not None and family.scale_power == 1:
         config[family.scale.name] = data.number(f"{prefix}attention.scale", 0.0) or head_dim**-0.5
     elif family.scale is not None:
@@ -332,6 +368,10 @@ def _config(file: GgufFile) -> dict[str, Any]:
         config |= _windows(data, prefix, traits, family, layers, positions)
     if family.experts is not None:
         config |= _experts(data, prefix, traits, family.experts)
+    if isinstance(family.uses_qk_norm, Key):  # Llama 4 Maverick has none: llama.cpp, too, knows it by its experts
+        is_maverick = data.integer(f"{prefix}expert_count") == 128
+        has_norms = not is_maverick if family.qk_norm == "unweighted" else "blk.0.attn_q_norm.weight" in file.tensors
+        config[family.uses_qk_norm.name] = has_norms
     config |= _rope(file, architecture, family, head_dim, positions)
     ends = end_ids(data)
     config |= {
@@ -416,6 +456,111 @@ def _own_part(data: Metadata) -> dict[str, Any]:
     return own
 
 
+def _heads(data: Metadata, prefix: str, heads: int, hidden: int) -> dict[str, Any]:
+    """Return the width of a head, or of those in layers without a window."""
+    if hidden % heads and f"{prefix}attention.key_length" not in data:
+        raise ConfigError(
+            f"{data.where}: `{prefix}embedding_length` {hidden} is no multiple of `{prefix}attention.head_count` "
+            f"{heads}, and there is no `{prefix}attention.key_length`. {_CONVERT_AGAIN}"
+        )
+    head_dim = data.integer(f"{prefix}attention.key_length", hidden // heads, minimum=1)
+    value_dim = data.integer(f"{prefix}attention.value_length", head_dim, minimum=1)
+    if value_dim != head_dim:
+        raise UnsupportedError(
+            f"{data.where}: keys of {head_dim} and values of {value_dim} numbers, not of one width. {_USE_FOLDER}"
+        )
+    return {"head_dim": head_dim}
+
+
+def _latent(data: Metadata, prefix: str, heads: int) -> dict[str, Any]:
+    """Return the widths of latent attention; ``head_dim`` is that of the rotation, as in transformers.
+
+    llama.cpp multiplies queries and the latent keys, so its own heads are wider than the model's, and alike.
+    """
+    attention, rotated = f"{prefix}attention.", data.integer(f"{prefix}rope.dimension_count", minimum=2)
+    data.integer(f"{attention}head_count_kv", 1)
+    widths = []
+    for name in ("key_length", "value_length"):  # files of before 2025-04 have the model's own
+        own = data.integer(attention + name, 0)
+        widths.append(data.integer(f"{attention}{name}_mla", own, minimum=1))
+    if widths[0] <= rotated:
+        raise ConfigError(
+            f"{data.where}: keys of {widths[0]} numbers, of which RoPE turns {rotated} (`{prefix}rope.dimension_count`)"
+            f". {_CONVERT_AGAIN}"
+        )
+    return {
+        "head_dim": rotated,
+        "num_key_value_heads": heads,
+        "q_lora_rank": data.integer(f"{attention}q_lora_rank", 0) or None,
+        "kv_lora_rank": data.integer(f"{attention}kv_lora_rank", minimum=1),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": widths[0] - rotated,
+        "v_head_dim": widths[1],
+    }
+
+
+def _delta(data: Metadata, prefix: str, layers: int, modules: int) -> dict[str, Any]:
+    """Return the settings of the gated delta rule, in the terms of state space models."""
+    recurs = data.numbers(f"{prefix}attention.recurrent_layers", "biu", layers + modules)
+    every = data.integer(f"{prefix}full_attention_interval", 4, minimum=1)
+    if recurs is None:
+        recurs = [(layer + 1) % every != 0 for layer in range(layers)]
+    key_dim, width = data.integer(f"{prefix}ssm.state_size", minimum=1), data.integer(f"{prefix}ssm.inner_size")
+    heads = data.integer(f"{prefix}ssm.time_step_rank", minimum=1)
+    if width != heads * key_dim:
+        raise UnsupportedError(
+            f"{data.where}: `{prefix}ssm.inner_size` {width} is not `{prefix}ssm.time_step_rank` {heads} times "
+            f"`{prefix}ssm.state_size` {key_dim}. {_USE_FOLDER}"
+        )
+    return {
+        "layer_types": ["linear_attention" if recur else "full_attention" for recur in recurs[:layers]],
+        "linear_conv_kernel_dim": data.integer(f"{prefix}ssm.conv_kernel", minimum=2),
+        "linear_key_head_dim": key_dim,
+        "linear_value_head_dim": key_dim,
+        "linear_num_key_heads": data.integer(f"{prefix}ssm.group_count", minimum=1),
+        "linear_num_value_heads": heads,
+    }
+
+
+def _layered(file: GgufFile, prefix: str, layers: int) -> dict[str, Any]:
+    """Return the sizes of Gemma 4's layers, which files give by layer, or for those without a window and the others."""
+    data, attention = file.metadata, f"{prefix}attention."
+
+    def by_layer(key: str) -> list[int]:
+        is_array = isinstance(data.pairs.get(key), np.ndarray)
+        return (data.numbers(key, "iu", layers) if is_array else None) or [data.integer(key, minimum=1)] * layers
+
+    slides = data.numbers(f"{attention}sliding_window_pattern", "biu", layers)
+    if slides is None:
+        raise ConfigError(f"{data.where}: required metadata `{attention}sliding_window_pattern` is missing. {ADVICE}")
+    kv_heads, widths = by_layer(f"{attention}head_count_kv"), by_layer(f"{prefix}feed_forward_length")
+    full, local = ({kv_heads[i] for i in range(layers) if bool(slides[i]) == is_local} for is_local in (False, True))
+    shared = data.integer(f"{attention}shared_kv_layers", 0, maximum=layers)
+    first = layers - shared
+    if len(full) != 1 or len(local) > 1 or len({*widths[:first]}) > 1 or len({*widths[first:]}) > 1:
+        raise UnsupportedError(
+            f"{data.where}: KV heads {shown(kv_heads)} and widths {shown(widths)} of layers. {_USE_FOLDER}"
+        )
+    head_dim = data.integer(f"{attention}key_length_swa", minimum=1)
+    for key in (f"{attention}value_length_swa", f"{prefix}rope.dimension_count_swa"):
+        data.integer(key, head_dim, minimum=head_dim, maximum=head_dim)
+    inputs = data.integer(f"{prefix}embedding_length_per_layer_input", 0)
+    table = file.tensors.get("per_layer_token_embd.weight")
+    owners = [i for i in range(first) if not slides[i]]
+    return {
+        "head_dim": head_dim,
+        "global_head_dim": data.integer(f"{attention}key_length"),
+        "num_key_value_heads": max(local or full),
+        "num_global_key_value_heads": max(full),
+        "attention_k_eq_v": any(f"blk.{i}.attn_v.weight" not in file.tensors for i in owners),
+        "num_kv_shared_layers": shared,
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": widths[-1] != widths[0],
+        "hidden_size_per_layer_input": inputs,
+        **({} if table is None else {"vocab_size_per_layer_input": table.shape[0]}),
+    }
+
+
 def _convolutions(data: Metadata, prefix: str, size: Key, layers: int) -> dict[str, Any]:
     """Return the settings of LFM2: layers without KV heads have a short convolution."""
     key = f"{prefix}attention.head_count_kv"
@@ -439,13 +584,13 @@ def _windows(
 ) -> dict[str, Any]:
     """Return ``sliding_window``, and ``layer_types`` if layers differ."""
     if family.windows not in ("always", "pattern"):
-        key = f"{prefix}attention.sliding_window"
+        key, is_chunked = f"{prefix}attention.sliding_window", family.windows == "chunked"
         window = data.integer(key, 0)
-        if 0 < window < positions:
+        if 0 < window < positions or (is_chunked and key in data):  # llama.cpp's chunks are Llama 4's
             raise UnsupportedError(
                 f"{data.where}: `{key}` {window} is not supported for this architecture. {_USE_FOLDER}"
             )
-        return {} if family.windows == "never" else {"use_sliding_window": False}
+        return {} if family.windows == "never" or is_chunked else {"use_sliding_window": False}
     window = data.integer(f"{prefix}attention.sliding_window", traits.window)
     config: dict[str, Any] = {"sliding_window": window or None}
     if family.windows == "pattern":
@@ -464,17 +609,28 @@ def _windows(
 def _experts(data: Metadata, prefix: str, traits: Architecture, experts: ExpertTraits) -> dict[str, Any]:
     count = data.integer(f"{prefix}expert_count", minimum=1, maximum=1024)
     used = data.integer(f"{prefix}expert_used_count", minimum=1, maximum=count)
-    # transformers has the one name or the other, depending on the family.
-    config: dict[str, Any] = {"num_experts": count, "num_local_experts": count, "num_experts_per_tok": used}
+    # transformers has one of the two usual names, depending on the family.
+    counts = ("num_experts", "num_local_experts") if experts.count is None else (experts.count,)
+    config: dict[str, Any] = {**dict.fromkeys(counts, count), experts.per_token: used}
     key = f"{prefix}expert_feed_forward_length"
     if experts.size.name != "intermediate_size" or key in data:
         config[experts.size.name] = data.integer(key, minimum=1)
     if experts.num_dense is not None:
         config[experts.num_dense.name] = data.integer(f"{prefix}leading_dense_block_count", 0, minimum=0)
-    if experts.shared_size is not None:
+    if experts.every is not None:
+        config[experts.every.name] = data.integer(f"{prefix}interleave_moe_layer_step", minimum=1)
+    if experts.shared_size is not None and experts.shared_size.name != experts.size.name:
         config[experts.shared_size.name] = data.integer(f"{prefix}expert_shared_feed_forward_length", minimum=1)
+    if experts.num_shared is not None:
+        config[experts.num_shared.name] = data.integer(f"{prefix}expert_shared_count", 0)
+    if experts.scale is not None:
+        config[experts.scale.name] = data.number(f"{prefix}expert_weights_scale", 0.0) or 1.0
     if isinstance(experts.normalise, Key):
         config[experts.normalise.name] = data.flag(f"{prefix}expert_weights_norm", traits.normalises)
+    if experts.groups is not None:
+        groups = data.integer(f"{prefix}expert_group_count", 1) or 1
+        config |= {"n_group": groups, "topk_group": data.integer(f"{prefix}expert_group_used_count", 1) or 1}
+        config["topk_method"] = "group_limited_greedy" if groups > 1 else "greedy"
     if experts.has_dense_layers:  # llama.cpp supports no other values
         config |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
     return config
@@ -509,13 +665,16 @@ def _rope(file: GgufFile, architecture: str, family: Family, head_dim: int, posi
         config["partial_rotary_factor"] = (rotated if exact else rotated + 0.5) / head_dim
     if "rope_factors_long.weight" in file.tensors or "rope_factors_short.weight" in file.tensors:
         raise UnsupportedError(f"{data.where}: RoPE of the type longrope is not supported. {_USE_FOLDER}")
-    scaling = _rope_scaling(file, prefix, positions)
+    scaling = _rope_scaling(file, prefix, positions, ARCHITECTURES[architecture].mscale)
+    if "llama_4_scaling_beta" in family.rope:
+        scaling["llama_4_scaling_beta"] = data.number(f"{architecture}.attention.temperature_scale", 0.0) or None
     if "rope_freqs.weight" in file.tensors:
         if scaling:
             raise UnsupportedError(
                 f"{data.where}: rope_freqs.weight together with `{prefix}scaling` is not supported. {_USE_FOLDER}"
             )
-        scaling = _llama3_scaling(file, prefix, theta, head_dim)
+        make = _proportional if family.is_layered else _llama3_scaling
+        scaling = make(file, prefix, theta, head_dim)
     local_theta = data.number(f"{prefix}freq_base_swa", ARCHITECTURES[architecture].local_theta or theta)
     if family.local_theta is not None:
         full = {"rope_type": "default", "rope_theta": theta, **scaling}
@@ -531,7 +690,7 @@ def _rope(file: GgufFile, architecture: str, family: Family, head_dim: int, posi
     return config
 
 
-def _rope_scaling(file: GgufFile, prefix: str, positions: int) -> dict[str, Any]:
+def _rope_scaling(file: GgufFile, prefix: str, positions: int, mscale: float) -> dict[str, Any]:
     data = file.metadata
     kind = data.text(f"{prefix}scaling.type", "none")
     factor = data.number(f"{prefix}scaling.factor", data.number(f"{prefix}scale_linear", 1.0))
@@ -550,7 +709,12 @@ def _rope_scaling(file: GgufFile, prefix: str, positions: int) -> dict[str, Any]
     for name in ("beta_fast", "beta_slow"):
         if f"{prefix}scaling.yarn_{name}" in data:
             scaling[name] = data.number(f"{prefix}scaling.yarn_{name}")
-    for name in ("attn_factor", "yarn_attn_factor", "yarn_log_multiplier", "yarn_ext_factor"):
+    log = data.number(f"{prefix}scaling.yarn_log_multiplier", 0.0) if mscale else 0.0
+    if log:
+        # llama.cpp takes DeepSeek's two factors to be the same, and Ministral's first one to be 1.
+        scaling["mscale_all_dim"] = shortest_decimal(mscale * log)
+        scaling["mscale"] = 1.0 if mscale == 1 else scaling["mscale_all_dim"]
+    for name in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", *([] if mscale else ["yarn_log_multiplier"])):
         key = f"{prefix}scaling.{name}"
         neutral = [0.0 if name == "yarn_log_multiplier" else 1.0]
         if name.endswith("attn_factor") and factor > 1:  # OLMo 3's files state the checkpoint's, which is the default
@@ -560,29 +724,48 @@ def _rope_scaling(file: GgufFile, prefix: str, positions: int) -> dict[str, Any]
     return scaling
 
 
-def _llama3_scaling(file: GgufFile, prefix: str, theta: float, head_dim: int) -> dict[str, Any]:
-    """Recover Llama 3.1's RoPE: the file holds a divisor for each frequency, the config the numbers behind them."""
+def _divisors(file: GgufFile, head_dim: int) -> Any:
+    """Return what the frequencies are divided by."""
     info = file.tensors["rope_freqs.weight"]
     if info.kind != "F32" or info.shape != (head_dim // 2,):
         raise CheckpointError(
             f"{file.path}: rope_freqs.weight must hold {head_dim // 2} numbers in F32, found {list(info.shape)} in "
-            f"{info.kind}. Convert the model again."
+            f"{info.kind}. {_CONVERT_AGAIN}"
         )
     raw = file.maps[info.part][info.start : info.start + info.num_bytes]
     divisors = np.frombuffer(raw, "<f4").astype(np.float64)
     if not (np.isfinite(divisors) & (divisors >= 1)).all():
         raise ConfigError(f"{file.path}: rope_freqs.weight must be at least 1. Download the file again.")
+    return divisors
+
+
+def _proportional(file: GgufFile, prefix: str, theta: float, head_dim: int) -> dict[str, Any]:
+    """Recover Gemma 4's RoPE: some of the pairs do not turn, which files state as divisors of 1e30."""
+    divisors = _divisors(file, head_dim)
+    turning = int((divisors == 1).sum())
+    if (divisors[:turning] != 1).any() or (divisors[turning:] < 1e29).any():
+        raise UnsupportedError(
+            f"{file.path}: rope_freqs.weight must be 1 or 1e30, as Gemma 4's, and no other is supported. {_USE_FOLDER}"
+        )
+    return {"rope_type": "proportional", "partial_rotary_factor": 2 * turning / head_dim}
+
+
+def _llama3_scaling(file: GgufFile, prefix: str, theta: float, head_dim: int) -> dict[str, Any]:
+    """Recover Llama 3.1's RoPE: the file holds a divisor for each frequency, the config the numbers behind them."""
+    divisors = _divisors(file, head_dim)
     factor = shortest_decimal(float(divisors.max()))
     if factor == 1:
         return {}
     original = file.metadata.integer(f"{prefix}scaling.original_context_length", 8192, minimum=1)
-    low, high = 1.0, 4.0
     turns = original * theta ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
-    smooth = np.clip((turns - low) / (high - low), 0, 1)
-    if not np.allclose(divisors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-3):
+    for low, high in _BANDS:
+        smooth = np.clip((turns - low) / (high - low or 1e-9), 0, 1)
+        if np.allclose(divisors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-3):
+            break
+    else:
         raise UnsupportedError(
-            f"{file.path}: rope_freqs.weight is not Llama 3's (factor {factor}, {original} positions, bands from "
-            f"{low} to {high}), and no other is supported. {_USE_FOLDER}"
+            f"{file.path}: rope_freqs.weight is not Llama 3's (factor {factor}, {original} positions, bands "
+            f"{_BANDS}), and no other is supported. {_USE_FOLDER}"
         )
     return {
         "rope_type": "llama3",

@@ -1,7 +1,8 @@
 """Turn a GGUF file's tokenizer into ``tokenizer.json`` and ``tokenizer_config.json``.
 
-Two kinds are supported: byte-level BPE (``gpt2``), whose merges are in the file, and SentencePiece (``llama``), whose
-merges follow from the tokens' scores. Ids are llama.cpp's (compared by ``benchmarks/peers/tokenizer_gguf.py``).
+Three kinds are supported: byte-level BPE (``gpt2``), whose merges are in the file, SentencePiece (``llama``), whose
+merges follow from the tokens' scores, and Gemma 4's, which is SentencePiece's with merges in the file. Ids are
+llama.cpp's (compared by ``benchmarks/peers/tokenizer_gguf.py``).
 
 A byte-level tokenizer first cuts text into words. The file holds only the name of the patterns
 (``tokenizer.ggml.pre``); the patterns themselves are from llama.cpp and the tokenizer.json of such models.
@@ -30,6 +31,8 @@ _END_TOKENS: Final = (
     "<|im_end|>",
     "<|end|>",
     "<end_of_turn>",
+    "<turn|>",
+    "<|tool_response>",
     "<|endoftext|>",
     "<|eom_id|>",
     "<EOT>",
@@ -77,6 +80,12 @@ _QWEN2 = Split((_words(_NUMBER),))
 _STARCODER = Split((_NUMBER, _GPT2))
 _GPT2_ONLY = Split((_GPT2,))
 _GPT4O = Split((_cased(r"\p{N}{1,3}", f"{_ENDINGS}?"),))
+# Letters with case that DeepSeek-V2's first pattern leaves out: Armenian, Georgian, mathematical ones and others.
+_UNCASED = (
+    "\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c88\u2d00-\u2d2d\ua790-\ua7fa\uab30-\uab68"
+    "\U00010570-\U000105bc\U00016e40-\U00016e7f\U0001d400-\U0001d7cb\U0001df00-\U0001df1e"
+)
+_QWEN35 = Split((rf"{_ENDINGS}|{_BEFORE}[\p{{L}}\p{{M}}]+|{_NUMBER}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",))
 _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _DEEPSEEK = Split(
     (
@@ -90,8 +99,10 @@ _DEEPSEEK = Split(
 SPLITS: Final[dict[str, Split]] = {
     "default": Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "lfm2"), _LLAMA3),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _LIKE_LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), _LIKE_LLAMA3),
+    "glm4": Split(_LIKE_LLAMA3.patterns, ignore_merges=True),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez", "kormo"), _QWEN2),
+    "qwen35": _QWEN35,
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _STARCODER),
     **dict.fromkeys(
         ("gpt-2", "phi-2", "olmo", "mpt", "jais", "trillion", "gigachat", "granite-docling", "exaone4"), _GPT2_ONLY
@@ -100,6 +111,16 @@ SPLITS: Final[dict[str, Split]] = {
     "tekken": Split((_cased(_NUMBER, ""),), ignore_merges=True, add_bos=True),
     "falcon": Split((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
     "deepseek-coder": Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, _NUMBER)),
+    "deepseek-llm": Split(
+        (
+            r"[\r\n]",
+            rf"\s?(?:(?![{_UNCASED}])[\p{{Lu}}\p{{Ll}}\p{{Lt}}])+",
+            "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+            r"\s+$",
+            _CJK,
+            r"\p{N}+",
+        )
+    ),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK),
     "seed-coder": Split((rf"{_ENDINGS}|{_BEFORE}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",)),
     "viking": Split((" ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+", _NUMBER)),
@@ -157,13 +178,14 @@ def tokenizer_json(data: Metadata, size: int) -> str:
     if len(ids) > size:
         raise TokenizerError(f"{data.where}: {len(ids)} tokens for {size} embeddings. {ADVICE}")
     kind = data.text(f"{_KEY}model", "none")
-    if kind not in ("gpt2", "llama"):
+    if kind not in ("gpt2", "llama", "gemma4"):
         raise TokenizerError(
-            f"{data.where}: tokenizers of the kind {kind!r:.42} are not supported; expected gpt2 (byte-level BPE) or "
-            "llama (SentencePiece). Use the model's Hugging Face folder instead."
+            f"{data.where}: tokenizers of the kind {kind!r:.42} are not supported; expected gpt2 (byte-level BPE), "
+            "llama (SentencePiece) or gemma4. Use the model's Hugging Face folder instead."
         )
     try:
-        tokenizer = _byte_level(data, ids) if kind == "gpt2" else _sentence_piece(data, ids)
+        make = {"gpt2": _byte_level, "llama": _sentence_piece, "gemma4": _gemma4}[kind]
+        tokenizer = make(data, ids)
         _add_special_tokens(tokenizer, data, ids)
         return str(tokenizer.to_str())
     except (TokenizerError, ConfigError):
@@ -203,13 +225,8 @@ def _byte_level(data: Metadata, ids: dict[str, int]) -> Any:
             DraftwingWarning,
             stacklevel=2,
         )
-    split, merges = get_split(name or "default", data.where), []
-    for merge in data.texts(f"{_KEY}merges", max_bytes=2 * _MAX_TOKEN_BYTES + 1):
-        middle = merge.find(" ", 1)
-        if middle < 0:
-            raise TokenizerError(f"{data.where}: a merge must be two tokens, found {shown(merge)}. {ADVICE}")
-        merges.append((merge[:middle], merge[middle + 1 :]))
-    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=split.ignore_merges))
+    split = get_split(name or "default", data.where)
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=_merges(data), ignore_merges=split.ignore_merges))
     cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -218,10 +235,19 @@ def _byte_level(data: Metadata, ids: dict[str, int]) -> Any:
     return tokenizer
 
 
+def _merges(data: Metadata) -> list[tuple[str, str]]:
+    """Return the merges that the file has."""
+    merges = []
+    for merge in data.texts(f"{_KEY}merges", max_bytes=2 * _MAX_TOKEN_BYTES + 1):
+        middle = merge.find(" ", 1)
+        if middle < 0:
+            raise TokenizerError(f"{data.where}: a merge must be two tokens, found {shown(merge)}. {ADVICE}")
+        merges.append((merge[:middle], merge[middle + 1 :]))
+    return merges
+
+
 def _sentence_piece(data: Metadata, ids: dict[str, int]) -> Any:
     """Return a SentencePiece BPE: the text is one word; adjacent pieces that form a token are merged, best first."""
-    from tokenizers import Tokenizer, decoders, models, normalizers
-
     tokens = list(ids)
     scores = data.numbers(f"{_KEY}scores", "f", len(tokens))
     if scores is None or any(score != score for score in scores):
@@ -233,12 +259,22 @@ def _sentence_piece(data: Metadata, ids: dict[str, int]) -> Any:
             if left is not None and right is not None:
                 ranked.append((-score, left, right))
     merges = [(tokens[left], tokens[right]) for _, left, right in sorted(ranked)]
-    unknown = special_id(data, "unknown", len(tokens))
-    unknown_token = None if unknown is None else tokens[unknown]
+    return _one_word(data, ids, merges, prefixed=data.flag(f"{_KEY}add_space_prefix", True))
+
+
+def _gemma4(data: Metadata, ids: dict[str, int]) -> Any:
+    return _one_word(data, ids, _merges(data), prefixed=False)
+
+
+def _one_word(data: Metadata, ids: dict[str, int], merges: list[tuple[str, str]], *, prefixed: bool) -> Any:
+    """Return a BPE of a text whose spaces are characters, and whose unknown characters are bytes."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    unknown = special_id(data, "unknown", len(ids))
+    unknown_token = None if unknown is None else [*ids][unknown]
     tokenizer = Tokenizer(
         models.BPE(vocab=ids, merges=merges, unk_token=unknown_token, fuse_unk=True, byte_fallback=True)
     )
-    prefixed = data.flag(f"{_KEY}add_space_prefix", True)
     spaces = normalizers.Replace(" ", _SPACE)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefixed else spaces
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -266,10 +302,12 @@ def _add_special_tokens(tokenizer: Any, data: Metadata, ids: dict[str, int]) -> 
     tokenizer.add_special_tokens(added[True])
     tokenizer.add_tokens(added[False])
     split = data.text(f"{_KEY}pre", "")
-    add_bos = data.text(f"{_KEY}model") == "llama" or bool(split and get_split(split, data.where).add_bos)
+    kind = data.text(f"{_KEY}model")
+    add_bos = kind == "llama" or bool(split and get_split(split, data.where).add_bos)
     around: dict[str, list[str]] = {}
     for side, default in (("bos", add_bos), ("eos", False)):
-        token_id = special_id(data, side, len(tokens)) if data.flag(f"{_KEY}add_{side}_token", default) else None
+        adds = data.flag(f"{_KEY}add_{side}_token", default) or (side == "bos" and kind == "gemma4")
+        token_id = special_id(data, side, len(tokens)) if adds else None
         around[side] = [] if token_id is None else [tokens[token_id]]
     first, last = around["bos"], around["eos"]
     if first or last:

@@ -1,9 +1,13 @@
 """Read the tensors of a GGUF file by the names and in the order of a Hugging Face checkpoint.
 
-Apart from the names five things differ. Files of ``llama`` and some other architectures hold the rows of queries and
-keys in another order: RoPE's pairs, i and i + dim / 2 of a head, are adjacent. Norms that multiply by 1 + w hold 1 + w.
-A layer's experts are one tensor, and a convolution is a matrix. Tied embeddings have no ``output.weight``, as in a
-checkpoint.
+Apart from the names these differ. Files of ``llama`` and some other architectures hold the rows of queries and keys in
+another order: RoPE's pairs, i and i + dim / 2 of a head, are adjacent. In Qwen3.5 the value heads of the gated delta
+rule are in another order, too. Norms that multiply by 1 + w hold 1 + w, and decays their exponential. A layer's experts
+are one tensor, and a convolution is a matrix. Tied embeddings have no ``output.weight``, as in a checkpoint.
+
+Some tensors have no counterpart in a checkpoint, and the lean decoder reads them by names that only files have: the two
+halves of DeepSeek's ``kv_b_proj``, Qwen3-Next's matrices of several inputs split, and the columns of Qwen3.5's
+``out_proj`` by value head, whose order cannot be changed within blocks (``out_proj_tiled``).
 """
 
 from __future__ import annotations
@@ -15,9 +19,10 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,12 +35,13 @@ from draftwing.formats.gguf import GgufFile, TensorInfo, open_file
 from draftwing.formats.gguf_folder import (
     ARCHITECTURES,
     LINK,
+    Architecture,
     folder_files,
     get_architecture,
     get_model_type,
     link_of,
 )
-from draftwing.models.families import FAMILIES, ExpertTraits, Family
+from draftwing.models.families import FAMILIES, Family
 from draftwing.models.weights import (
     MappedFile,
     Stored,
@@ -78,55 +84,132 @@ _IN_LAYERS = {
     "ffn_down": "down",
 }
 _CONVOLUTION = {f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")}
+_LATENT = {
+    f"attn_{part}": f"self_attn.{name}"
+    for part, name in (
+        ("q_a", "q_a_proj"), ("q_a_norm", "q_a_layernorm"), ("q_b", "q_b_proj"), ("kv_a_mqa", "kv_a_proj_with_mqa"),
+        ("kv_a_norm", "kv_a_layernorm"), ("kv_b", "kv_b_proj"), ("k_b", "k_b_proj"), ("v_b", "v_b_proj"),
+    )
+}  # fmt: skip
+_DELTA = {
+    part: f"linear_attn.{name}"
+    for part, name in (
+        ("attn_qkv", "in_proj_qkv"), ("attn_gate", "in_proj_z"), ("ssm_beta", "in_proj_b"), ("ssm_alpha", "in_proj_a"),
+        ("ssm_in", "in_proj_qkvz"), ("ssm_ba", "in_proj_ba"), ("ssm_conv1d", "conv1d"), ("ssm_dt", "dt_bias"),
+        ("ssm_a", "A_log"), ("ssm_norm", "norm"), ("ssm_out", "out_proj"),
+    )
+}  # fmt: skip
+_LAYERED = {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "layer_output_scale": "layer_scalar",
+}
+_LAYERED_OUTSIDE = {
+    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
+}
+# MTP modules, in layers after the model's.
+_MODULE = {
+    f"nextn.{part}": name
+    for part, name in (
+        ("eh_proj", "eh_proj"), ("enorm", "enorm"), ("hnorm", "hnorm"), ("shared_head_norm", "shared_head.norm"),
+        ("embed_tokens", "embed_tokens"), ("shared_head_head", "shared_head.head"),
+    )
+}  # fmt: skip
+# Tensors that llama.cpp's converter makes of several if asked to.
+_FUSED = {
+    "attn_qkv": ("attn_q", "attn_k", "attn_v"),
+    "ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps"),
+}
 # Tensors whose names in a checkpoint do not end in ``.weight`` or ``.bias``.
-_WHOLE_NAMES = ("attn_sinks", "exp_probs_b")
-_LAYER_NAME = re.compile(r"blk\.(\d{1,6})\.((?:shortconv\.)?\w+)(?:\.(\d{1,6}))?\.(weight|bias)")
+_WHOLE_NAMES = ("attn_sinks", "exp_probs_b", "ssm_a", "ssm_dt", "layer_output_scale")
+_ROWS = "moe_statics.e_score_correction_bias"  # is a matrix of one row in a checkpoint
+_LAYER_NAME = re.compile(r"blk\.(\d{1,6})\.((?:shortconv\.|nextn\.)?\w+)(?:\.(\d{1,6}))?(\.weight|\.bias)?")
+
+
+@dataclass(frozen=True)
+class _Order:
+    """The order of a tensor's rows, apart from the ``first``: those in the file have two axes of ``shape`` swapped."""
+
+    shape: tuple[int, int, int, int]  # the file's rows; one number may be -1
+    first: int = 0
+
+    @property
+    def multiple(self) -> int:
+        return abs(math.prod(self.shape))
+
+    def rows(self, count: int) -> Tensor | None:
+        """The rows in a checkpoint's order; None if their number does not fit."""
+        if count < self.first or (count - self.first) % self.multiple:
+            return None
+        swapped = torch.arange(self.first, count).view(self.shape).transpose(1, 2).flatten()
+        return torch.cat([torch.arange(self.first), swapped])
 
 
 @dataclass(frozen=True)
 class _TensorPlace:
-    """The source of a checkpoint's tensor: ``tensor`` of the file, or one ``expert`` of it."""
+    """The source of a checkpoint's tensor: ``tensor`` of the file, or one ``expert`` of it, or some ``rows``."""
 
     tensor: str
     expert: int | None
-    heads: int = 0  # number of heads if the rows are queries or keys with adjacent RoPE pairs; 0 if they are in order
-    offset: float = 0.0  # the file's numbers minus the checkpoint's
+    rows: slice | None
+    order: _Order | None = None
+    undo: Callable[[Tensor], Tensor] | None = None  # returns a checkpoint's numbers
     new_axis: int | None = None  # a dimension of one that the tensor has in a checkpoint
+    is_transposed: bool = False  # the matrices of all heads, one after the other, are (in, out)
 
 
 def _find_places(file: GgufFile) -> dict[str, _TensorPlace]:
     """Return the source of every tensor by its name in a checkpoint; tensors without such a name keep their own."""
     architecture = get_architecture(file)
-    traits, family, prefix = ARCHITECTURES[architecture], FAMILIES[get_model_type(file)], f"{architecture}.attention."
-    parts = _layer_names(family)
+    traits, family = ARCHITECTURES[architecture], FAMILIES[get_model_type(file)]
+    parts = {**_layer_names(family), **_MODULE}
     parts |= {part: parts[usual] for part, usual in traits.renamed.items()}
     outside = _OUTSIDE_LAYERS
     if family.conv_size is not None:
         outside = {**outside, "token_embd_norm.weight": f"{family.names.final_norm}.weight"}
         parts |= _CONVOLUTION
+    if family.is_layered:
+        outside = {**outside, **_LAYERED_OUTSIDE}
+        parts |= _LAYERED
     if traits.is_head:
         parts, outside = head_names(architecture)
-    heads: dict[str, int] = {}
-    if traits.has_pairs:
-        heads["attn_q"] = file.metadata.integer(f"{prefix}head_count", minimum=1)
-        heads["attn_k"] = file.metadata.integer(f"{prefix}head_count_kv", heads["attn_q"], minimum=1)
+    orders = _orders(file, architecture, traits, family)
+    if family.is_latent:
+        parts |= _LATENT
+    if family.delta is not None:
+        parts |= _DELTA
+        if "ssm_a" in orders:
+            parts["ssm_out"] += "_tiled"
     places: dict[str, _TensorPlace] = {}
-    for tensor, info in file.tensors.items():
+    pieces = ((info, piece) for info in file.tensors.values() for piece in _unfused(file, info, parts))
+    for info, (tensor, rows) in pieces:
         if tensor in _NOT_WEIGHTS:
             continue
-        name, is_stacked = _checkpoint_name(tensor, parts, outside)
+        part, name, is_stacked = _checkpoint_name(tensor, parts, outside)
         name = name.removeprefix("model.") if traits.is_head else name
         if is_stacked and (len(info.shape) != (2 if name.endswith(".bias") else 3) or info.shape[0] > _MAX_EXPERTS):
             raise CheckpointError(
                 f"{file.path}: {tensor} must hold at most {_MAX_EXPERTS} experts' numbers, one after the other, found "
                 f"shape {list(info.shape)}. Download the file again."
             )
-        num_heads = next((count for part, count in heads.items() if f".{part}." in tensor), 0)
-        offset = family.norm_offset if tensor.endswith("norm.weight") else 0.0
+        is_transposed = part == "attn_k_b"
+        if is_transposed and len(info.shape) != 3:
+            raise CheckpointError(
+                f"{file.path}: {tensor} must hold the matrices of all heads, found shape {list(info.shape)}. "
+                "Convert the model again with a current llama.cpp."
+            )
+        undo: Callable[[Tensor], Tensor] | None = None
         new_axis = None
-        if ".ffn_gate_inp_shexp." in tensor and len(info.shape) == 1:
+        if family.norm_offset and tensor.endswith("norm.weight") and part != "ssm_norm":
+            undo = partial(_less, family.norm_offset)
+        elif part == "ssm_a":
+            undo = _logarithm
+        if len(info.shape) == 1 and (part == "ffn_gate_inp_shexp" or name.endswith(_ROWS)):
             new_axis = 0
-        elif ".shortconv.conv." in tensor:
+        elif part in ("shortconv.conv", "ssm_conv1d"):
             new_axis = 1
         for expert in range(info.shape[0]) if is_stacked else (None,):
             full_name = name if expert is None else name.replace("*", str(expert))
@@ -134,7 +217,8 @@ def _find_places(file: GgufFile) -> dict[str, _TensorPlace]:
                 raise CheckpointError(
                     f"{file.path}: {places[full_name].tensor} and {tensor} are both {full_name}. Convert it again."
                 )
-            places[full_name] = _TensorPlace(tensor, expert, num_heads, offset, new_axis)
+            order = orders.get(part)
+            places[full_name] = _TensorPlace(info.name, expert, rows, order, undo, new_axis, is_transposed)
     return places
 
 
@@ -146,6 +230,57 @@ def head_names(architecture: str) -> tuple[dict[str, str], dict[str, str]]:
     return parts, {**outside, **_DSPARK, "enc.output_norm.weight": f"{norm}.weight"}
 
 
+def _unfused(file: GgufFile, info: TensorInfo, parts: Mapping[str, str]) -> list[tuple[str, slice | None]]:
+    """Return the tensors of a layer that a fused one holds, and their rows; any other one itself."""
+    match = _LAYER_NAME.fullmatch(info.name)
+    layer, part, _, suffix = match.groups() if match is not None else ("", "", None, None)
+    if part not in _FUSED or part in parts or suffix is None:
+        return [(info.name, None)]
+    count = info.shape[-1 if suffix == ".bias" else -2] if len(info.shape) > 1 or suffix == ".bias" else 0
+    sizes = [count // 2] * 2
+    if part == "attn_qkv":
+        out = file.tensors.get(f"blk.{layer}.attn_output.weight")
+        queries = 0 if out is None else out.shape[-1]
+        sizes = [queries, (count - queries) // 2, (count - queries) // 2]
+    if sum(sizes) != count or min(sizes) < 1:
+        raise CheckpointError(
+            f"{file.path}: {info.name} must hold {', '.join(_FUSED[part])}, found shape {list(info.shape)}. Download "
+            "the file again."
+        )
+    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+    return [
+        (info.name.replace(f".{part}.", f".{own}."), slice(end - size, end))
+        for own, size, end in zip(_FUSED[part], sizes, ends, strict=True)
+    ]
+
+
+def _less(offset: float, numbers: Tensor) -> Tensor:
+    return numbers - offset
+
+
+def _logarithm(numbers: Tensor) -> Tensor:
+    return (-numbers).log()
+
+
+def _orders(file: GgufFile, architecture: str, traits: Architecture, family: Family) -> dict[str, _Order]:
+    """Return the order of rows by the tensors of a layer that have another one than in a checkpoint."""
+    data, orders = file.metadata, dict[str, _Order]()
+    if traits.has_pairs:
+        heads = data.integer(f"{architecture}.attention.head_count", minimum=1)
+        orders["attn_q"] = _Order((heads, -1, 2, 1))
+        kv_heads = data.integer(f"{architecture}.attention.head_count_kv", heads, minimum=1)
+        orders["attn_k"] = _Order((kv_heads, -1, 2, 1))
+    if family.delta == "split":
+        keys = data.integer(f"{architecture}.ssm.group_count", minimum=1)
+        values = data.integer(f"{architecture}.ssm.time_step_rank", minimum=1)
+        if values > keys:  # the first value head of every key head comes first
+            width = 2 * keys * data.integer(f"{architecture}.ssm.state_size", minimum=1)
+            rest = _Order((1, values // keys, keys, -1))
+            orders |= dict.fromkeys(("attn_gate", "ssm_beta", "ssm_alpha", "ssm_dt", "ssm_a"), rest)
+            orders |= dict.fromkeys(("attn_qkv", "ssm_conv1d"), replace(rest, first=width))
+    return orders
+
+
 def _layer_names(family: Family) -> dict[str, str]:
     """Return the names of a layer's tensors in a checkpoint by their names in a file; ``*`` stands for the expert."""
     names, experts = family.names, family.experts
@@ -155,9 +290,7 @@ def _layer_names(family: Family) -> dict[str, str]:
     parts |= dict(zip(("ffn_gate", "ffn_up") if is_split else ("ffn_up",), names.gate_up, strict=True))
     if experts is not None:
         parts["ffn_gate_inp"] = experts.router
-        # Files have gate and up apart, also of families whose checkpoints have both in one tensor.
-        matrices = ExpertTraits.matrices if experts.is_stacked else experts.matrices
-        for kind, matrix in zip(("gate", "up", "down"), matrices, strict=True):
+        for kind, matrix in zip(("gate", "up", "down"), experts.apart, strict=True):
             parts[f"ffn_{kind}_exps"] = matrix.replace("{e}", "*")
             if experts.shared is not None:
                 parts[f"ffn_{kind}_shexp"] = f"{experts.shared}.{kind}_proj"
@@ -170,19 +303,22 @@ def _layer_names(family: Family) -> dict[str, str]:
     return parts
 
 
-def _checkpoint_name(tensor: str, parts: dict[str, str], outside: dict[str, str]) -> tuple[str, bool]:
-    """Return the checkpoint's name, and if the tensor holds all experts: the name then has ``*`` for their number."""
+def _checkpoint_name(tensor: str, parts: dict[str, str], outside: dict[str, str]) -> tuple[str, str, bool]:
+    """Return the part of a layer, the checkpoint's name, and if the tensor holds all experts.
+
+    The name then has ``*`` for their number.
+    """
     match = _LAYER_NAME.fullmatch(tensor)
     if match is None:
-        return outside.get(tensor, tensor), False
+        return "", outside.get(tensor, tensor), False
     layer, part, number, suffix = match.groups()
     name = parts.get(part if number is None else f"{part}_exps")
-    if name is None or (number is not None and part.endswith("_exps")):
-        return tensor, False
+    is_whole = part in _WHOLE_NAMES
+    if name is None or (number is not None and part.endswith("_exps")) or (suffix is None and not is_whole):
+        return part, tensor, False
     if number is not None:  # old files have a tensor for each expert
         name = name.replace("*", str(int(number)))
-    whole = f"model.layers.{int(layer)}.{name}"
-    return whole if part in _WHOLE_NAMES else f"{whole}.{suffix}", "*" in name
+    return part, f"model.layers.{int(layer)}.{name}{'' if is_whole else suffix}", "*" in name
 
 
 def open_weights(folder: Path) -> Weights:
@@ -222,6 +358,12 @@ class GgufWeights(Weights):
     def shape(self, name: str) -> tuple[int, ...]:
         place, info = self._find(name)
         shape = info.shape if place.expert is None else info.shape[1:]
+        if place.rows is not None:
+            shape = (place.rows.stop - place.rows.start, *shape[1:])
+        if place.is_transposed:
+            shape = (shape[0], shape[2], shape[1])
+        if len(shape) == 3:  # the matrices of all heads
+            shape = (shape[0] * shape[1], shape[2])
         return shape if place.new_axis is None else (*shape[: place.new_axis], 1, *shape[place.new_axis :])
 
     def get(self, name: str, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
@@ -232,8 +374,8 @@ class GgufWeights(Weights):
             raise CheckpointError(f"{self.folder}: {name} holds floating-point numbers, not {dtype}.")
         if (name, info.kind) == ("d2t", "I64"):  # a head's draft vocabulary
             return as_numbers(rows, torch.int64).flatten()
-        plain = _PLAIN.get(info.kind)
-        if plain is not None and not self._find(name)[0].offset:
+        plain, place = _PLAIN.get(info.kind), self._find(name)[0]
+        if plain is not None and place.undo is None and not place.is_transposed:
             return as_numbers(rows, plain).reshape(stored_shape).to(dtype or plain)
         return self._expand(name, rows, dtype or torch.float32).reshape(stored_shape)
 
@@ -245,6 +387,8 @@ class GgufWeights(Weights):
                 f"{self.folder}: {name} must be a matrix, found shape {stored_shape}. Convert it again."
             )
         rows = self._rows(name)
+        if self._find(name)[0].is_transposed:
+            return Stored("float32", stored_shape[1], self._expand(name, rows, torch.float32), was=info.kind)
         if info.kind in _STORED:
             return Stored(_STORED[info.kind], stored_shape[1], as_numbers(rows, _PLAIN[info.kind]))
         if info.kind in FORMATS and FORMATS[info.kind].is_blocks:
@@ -294,23 +438,27 @@ class GgufWeights(Weights):
         if place.expert is not None:
             num_rows = math.prod(info.shape[1:-1])  # one of a bias
             data = data[place.expert * num_rows : (place.expert + 1) * num_rows]
-        if not place.heads:
-            return data
-        if len(info.shape) == 1 and info.kind in _PLAIN:
-            data = data.view(info.shape[0], -1)  # the numbers of a bias are moved like a matrix's rows
-        if data.shape[0] % (2 * place.heads):
-            raise CheckpointError(
-                f"{self.folder}: {info.name} must have a whole number of pairs for each of {place.heads} heads, found "
-                f"shape {list(info.shape)}. Download the file again."
-            )
-        order = torch.arange(data.shape[0]).view(place.heads, -1, 2).transpose(1, 2).reshape(-1)
-        moved = data[order]
-        self._mapped[info.part].drop(whole)
-        return moved if len(info.shape) > 1 else moved.view(1, -1)
+        is_vector = data.shape[0] == 1 and info.kind in _PLAIN  # its numbers are taken like a matrix's rows
+        if is_vector:
+            data = data.view(info.shape[-1], -1)
+        if place.rows is not None:
+            data = data[place.rows]
+        if place.order is not None:
+            order = place.order.rows(data.shape[0])
+            if order is None:
+                raise CheckpointError(
+                    f"{self.folder}: {info.name} must have a multiple of {place.order.multiple} rows, for the heads "
+                    f"that the metadata states, found shape {list(info.shape)}. Download the file again."
+                )
+            data = data[order]
+            self._mapped[info.part].drop(whole)
+        return data.view(1, -1) if is_vector else data
 
     def _expand(self, name: str, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """(rows, bytes) uint8 -> (rows, numbers)."""
-        return joined(self._pieces(name, rows), rows.shape[0], self._find(name)[1].shape[-1], dtype)
+        place, info = self._find(name)
+        numbers = joined(self._pieces(name, rows), rows.shape[0], info.shape[-1], dtype)
+        return numbers.view(info.shape).transpose(-2, -1).reshape(self.shape(name)) if place.is_transposed else numbers
 
     def _pieces(self, name: str, rows: Tensor) -> Iterator[Tensor]:
         """(rows, bytes) uint8 -> (some rows, numbers) repeatedly: plain numbers unchanged, blocks as float32."""
@@ -322,7 +470,7 @@ class GgufWeights(Weights):
         if info.kind in _PLAIN:
             for piece in torch.split(rows, max(1, _PIECE // info.shape[-1])):
                 numbers = as_numbers(piece, _PLAIN[info.kind])
-                yield numbers.float() - place.offset if place.offset else numbers
+                yield numbers if place.undo is None else place.undo(numbers.float())
             return
         try:
             yield from dequantized(rows, info.kind, info.shape[-1])
@@ -371,12 +519,17 @@ def import_gguf(
     path, out = Path(path).expanduser().absolute(), Path(out).expanduser().absolute()
     with closing(open_file(path)) as file:
         files = folder_files(file)
-        experts = FAMILIES[get_model_type(file)].experts
-        if experts is not None and experts.is_stacked:
-            raise UnsupportedError(
-                f"{path}: a checkpoint of this family has all experts in one tensor, which is not written. Use the "
-                "GGUF file itself, or the model's Hugging Face folder."
-            )
+        family = FAMILIES[get_model_type(file)]
+        for is_other, feature in (
+            (family.experts is not None and family.experts.is_stacked, "all experts in one tensor"),
+            (family.is_latent, "one matrix for latent keys and values"),
+            (family.delta is not None, "other matrices of the gated delta rule"),
+        ):
+            if is_other:
+                raise UnsupportedError(
+                    f"{path}: a checkpoint of this family has {feature}, which is not written. Use the GGUF file "
+                    "itself, or the model's Hugging Face folder."
+                )
         formats = Counter(info.kind for info in file.tensors.values())
     config = {**json.loads(files["config.json"]), "dtype": dtype}
     files["config.json"] = json.dumps(config, indent=2, ensure_ascii=False) + "\n"

@@ -233,7 +233,7 @@ class RopeConfig:
             (not (yarn or llama3) or has_original, f"{original_text} must be an integer above 0", original),
             (not yarn or self.beta_fast > 0, "beta_fast must be above 0", self.beta_fast),
             (not yarn or self.beta_slow > 0, "beta_slow must be above 0", self.beta_slow),
-            (not llama3 or 0 < bands[0] < bands[1], "0 < low_freq_factor < high_freq_factor must hold", bands),
+            (not llama3 or 0 < bands[0] <= bands[1], "0 < low_freq_factor <= high_freq_factor must hold", bands),
             (isinstance(self.truncate, bool), "truncate must be true or false", self.truncate),
             (0 <= share <= 1, "partial_rotary_factor must be from 0 to 1", share),
         )
@@ -552,7 +552,7 @@ class ModelConfig:
             qkv_bias=read.setting(family.qkv_bias),
             o_bias=read.setting(family.o_bias),
             mlp_bias=read.setting(family.mlp_bias),
-            qk_norm=family.qk_norm != "none" and (family.qk_norm != "unweighted" or read.flag("use_qk_norm", True)),
+            qk_norm=family.qk_norm != "none" and read.setting(family.uses_qk_norm),
             rope=rope,
             sliding_windows=windows,
             moe=_moe(read, family.experts, layers) if family.experts else None,

@@ -101,6 +101,11 @@ class ExpertTraits:
         return len(self.matrices) == 2
 
     @property
+    def apart(self) -> tuple[str, ...]:
+        """Names of the matrices of each expert. GGUF files have gate and up apart."""
+        return ExpertTraits.matrices if self.is_stacked else self.matrices
+
+    @property
     def stacked(self) -> tuple[str, str]:
         """Names of the tensors of all experts. Files of any family may have them (Qwen3.5-MoE as it is published)."""
         if self.is_stacked:
@@ -142,8 +147,9 @@ class Family:
     qkv_bias: bool | Key = False
     o_bias: bool | Key = False
     # norms of queries and keys: of each head; of all heads together; of each head after its rotation; or the same
-    # without weights, in layers that rotate and if "use_qk_norm" is set (unweighted)
+    # without weights, in layers that rotate (unweighted)
     qk_norm: Literal["none", "head", "all", "rotated", "unweighted"] = "none"
+    uses_qk_norm: bool | Key = True  # False if a model of the family has none
     scale: Key | None = None  # factor of the scores; None for head_dim ** -0.5
     scale_power: float = 1.0  # the power of ``scale`` that is used
     # queries, keys and values pass through narrow matrices (multi-head latent attention, DeepSeek-V2, 2405.04434)
@@ -464,8 +470,8 @@ FAMILIES: Final[dict[str, Family]] = {
     ),
     "llama4_text": Family(
         "Llama4ForCausalLM", 131072, kv_heads=8, head_dim=128, eps=_EPS5, bos=1, eos=2, qkv_bias=_BIAS, o_bias=_BIAS,
-        qk_norm="unweighted", window=8192, windows="chunked", theta=5e5, is_interleaved=True, rotates="listed",
-        tunes_temperature=True,
+        qk_norm="unweighted", uses_qk_norm=Key("use_qk_norm", True), window=8192, windows="chunked", theta=5e5,
+        is_interleaved=True, rotates="listed", tunes_temperature=True,
         experts=ExpertTraits(
             16, 1, "feed_forward.router", ("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
             is_transposed=True, size=Key("intermediate_size", 8192), dense_size=Key("intermediate_size_mlp", 16384),
@@ -502,13 +508,13 @@ FAMILIES: Final[dict[str, Family]] = {
         refused={"moe_layer_interval": (1,), "moe_norm_min": (1e-12,), "use_bias": (False,)},
     ),
     "glm4_moe": Family(
-        "Glm4MoeForCausalLM", 131072, kv_heads=8, eps=_EPS5, partial=0.5, qkv_bias=_BIAS,
+        "Glm4MoeForCausalLM", 131072, kv_heads=8, eps=_EPS5, partial=0.5, qkv_bias=_BIAS, qk_norm="head",
+        uses_qk_norm=Key("use_qk_norm", False),
         experts=replace(
             _DEEPSEEK, num=128, num_per_token=8, groups="two", size=Key("moe_intermediate_size", 1408),
             scores="sigmoid", score_bias="mlp.gate.e_score_correction_bias", normalise=Key("norm_topk_prob", True),
             num_dense=Key("first_k_dense_replace", 1), num_shared=Key("n_shared_experts", 1),
         ),
-        refused={"use_qk_norm": (False,)},
     ),
     "qwen3_5_text": Family("Qwen3_5ForCausalLM", 32768, kv_heads=4, delta="split", **_QWEN_DELTA),
     "qwen3_5_moe_text": Family(

@@ -282,7 +282,7 @@ def read_layer(reader: Reader, config: ModelConfig, index: int, base: str | None
         out_width = hidden
     elif config.delta is not None and config.recurs[index]:
         qkv, mixer = _read_delta(reader, config, f"{base}linear_attn.")
-        output, out_width = "linear_attn.out_proj", config.delta.values_width
+        output, out_width = "linear_attn.out_proj" + "_tiled" * mixer.is_tiled, config.delta.values_width
     elif config.latent is not None:
         qkv = _read_latent(reader, config, f"{base}self_attn.")
         value_dim = config.latent.value_dim
@@ -371,21 +371,37 @@ def _read_delta(reader: Reader, config: ModelConfig, base: str) -> tuple[Linear,
     delta, hidden = config.delta, config.hidden_size
     assert delta is not None
     values, heads, width = delta.num_value_heads, delta.num_key_heads, delta.values_width
-    names: tuple[str, ...]
-    rows: Tensor | None
-    if config.family.delta == "split":
-        names, outs, rows = ("qkv", "z", "b", "a"), [delta.conv_width, width, values, values], None
-    else:  # in two matrices, by key head
-        names, outs = ("qkvz", "ba"), [delta.conv_width + width, 2 * values]
-        wide, pairs = torch.arange(outs[0]).view(heads, -1), torch.arange(outs[0], sum(outs)).view(heads, 2, -1)
-        sizes = [delta.key_dim, delta.key_dim, width // heads, width // heads]
-        parts = torch.split_with_sizes(wide, sizes, 1)
-        rows = torch.cat([*(part.flatten() for part in parts), pairs[:, 0].flatten(), pairs[:, 1].flatten()])
-    matrix = reader.linear([f"{base}in_proj_{name}" for name in names], outs, hidden, rows=rows)
+
+    def unfused(name: str, sizes: Sequence[int]) -> Tensor:
+        """The rows of a matrix in which each key head has its part of several inputs, with one input after another."""
+        names.append(name)
+        outs.append(sum(sizes) * heads)
+        parts = torch.split_with_sizes(torch.arange(outs[-1]).view(heads, -1), [*sizes], 1)
+        return torch.cat([part.flatten() for part in parts])
+
+    def split(*inputs: tuple[str, int]) -> Tensor:
+        """The rows of a matrix for each input."""
+        names.extend(name for name, _ in inputs)
+        outs.extend(size for _, size in inputs)
+        return torch.arange(sum(size for _, size in inputs))
+
+    # GGUF files of the fused family have the first of its two matrices split.
+    is_split, group = config.family.delta == "split", values // heads
+    names, outs = list[str](), list[int]()
+    if is_split or f"{base}in_proj_qkv.weight" in reader.files:
+        rows = split(("qkv", delta.conv_width), ("z", width))
+    else:
+        rows = unfused("qkvz", [delta.key_dim, delta.key_dim, width // heads, width // heads])
+    rest = split(("b", values), ("a", values)) if is_split else unfused("ba", [group, group])
+    rows = torch.cat([rows, len(rows) + rest])
+    matrix = reader.linear([f"{base}in_proj_{name}" for name in names], outs, hidden, rows=None if is_split else rows)
     weight = reader.tensor(f"{base}conv1d.weight", delta.conv_width, 1, delta.conv_size)[:, 0].T.contiguous()
     a_log, dt_bias = (reader.tensor(f"{base}{name}", values) for name in ("A_log", "dt_bias"))
-    norm = reader.tensor(f"{base}norm.weight", delta.value_dim)
-    return matrix, GatedDelta(delta, weight, a_log, dt_bias, norm, config.rms_norm_eps)
+    norm, is_tiled = (
+        reader.tensor(f"{base}norm.weight", delta.value_dim),
+        f"{base}out_proj_tiled.weight" in reader.files,
+    )
+    return matrix, GatedDelta(delta, weight, a_log, dt_bias, norm, config.rms_norm_eps, is_tiled=is_tiled)
 
 
 def _read_latent(reader: Reader, config: ModelConfig, base: str) -> LatentProjection:
@@ -411,9 +427,13 @@ def _read_latent(reader: Reader, config: ModelConfig, base: str) -> LatentProjec
         )
     rows = torch.cat([torch.arange(latent.rank), latent.rank + pairs])
     down = reader.linear([f"{base}kv_a_proj_with_mqa"], [latent.rank + rotated], hidden, bias, rows=rows)
-    own = torch.arange(heads * (latent.plain_dim + latent.value_dim)).view(heads, -1)
-    rows = torch.cat([own[:, : latent.plain_dim].flatten(), own[:, latent.plain_dim :].flatten()])
-    up = reader.linear([f"{base}kv_b_proj"], [len(rows)], latent.rank, rows=rows)
+    if f"{base}k_b_proj.weight" in reader.files:  # GGUF files have them apart
+        outs = [heads * latent.plain_dim, heads * latent.value_dim]
+        up = reader.linear([f"{base}k_b_proj", f"{base}v_b_proj"], outs, latent.rank)
+    else:
+        own = torch.arange(heads * (latent.plain_dim + latent.value_dim)).view(heads, -1)
+        rows = torch.cat([own[:, : latent.plain_dim].flatten(), own[:, latent.plain_dim :].flatten()])
+        up = reader.linear([f"{base}kv_b_proj"], [len(rows)], latent.rank, rows=rows)
     sizes = heads, rotated, latent.plain_dim, latent.value_dim
     return LatentProjection(queries, down, norm("kv_a_layernorm", latent.rank), up, sizes)
 
@@ -432,7 +452,7 @@ def _read_experts(
     stacked = [f"{base}{name}" for name in names.stacked]
     if moe.clamp is not None:
         experts: Sequence[GatedMLP] = _read_clamped(reader, config, names, base)
-    elif names.is_stacked or stacked[0] in reader.files:
+    elif stacked[0] in reader.files:
         shapes = (count, 2 * width, hidden), (count, hidden, width)
         if names.is_transposed:
             shapes = (count, hidden, 2 * width), (count, width, hidden)
@@ -444,7 +464,7 @@ def _read_experts(
             down.scale = config.residual_scale
         experts = [GatedMLP(*pair, config.activation) for pair in zip(inner, outer, strict=True)]
     else:
-        named = [[name.format(e=expert) for name in names.matrices] for expert in range(count)]
+        named = [[name.format(e=expert) for name in names.apart] for expert in range(count)]
         experts = [cast(GatedMLP, mlp_of(parts[:2], parts[2], width)) for parts in named]
     router = reader.linear([base + names.router], [count], hidden, names.router_bias, exact=True)
     bias = None

@@ -31,13 +31,22 @@ class GatedDelta(nn.Module):
         weight: (S, C) of the convolution, of the oldest token first.
         a_log, dt_bias: (V,) the decay of a state is exp(-exp(a_log) * softplus(a + dt_bias)).
         norm: (D,) of the norm of a head's result.
+        is_tiled: return first the first value head of every key head, then the second ones, as GGUF files have them.
     """
 
     def __init__(
-        self, config: DeltaConfig, weight: Tensor, a_log: Tensor, dt_bias: Tensor, norm: Tensor, eps: float
+        self,
+        config: DeltaConfig,
+        weight: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        norm: Tensor,
+        eps: float,
+        *,
+        is_tiled: bool = False,
     ) -> None:
         super().__init__()
-        self.config, self.eps, self.out_width = config, eps, config.values_width
+        self.config, self.eps, self.out_width, self.is_tiled = config, eps, config.values_width, is_tiled
         self.weight, self.norm = nn.Parameter(weight), nn.Parameter(norm)
         self.a_log, self.dt_bias = nn.Parameter(a_log), nn.Parameter(dt_bias)
 
@@ -78,8 +87,10 @@ class GatedDelta(nn.Module):
         width = mixed.shape[-1]
         unit = (mixed * (width**0.5 * torch.rsqrt(length * length + width * self.eps))).to(z.dtype)
         gates = F.silu(z.to(mixed.dtype)).view_as(mixed)
-        gated: Tensor = ((unit * self.norm) * gates).to(z.dtype).flatten(1)
-        return gated
+        gated: Tensor = ((unit * self.norm) * gates).to(z.dtype)
+        if self.is_tiled:
+            gated = gated.view(len(gated), self.config.num_key_heads, -1, width).transpose(1, 2)
+        return gated.flatten(1)
 
 
 class WalkOrder(NamedTuple):

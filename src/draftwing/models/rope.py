@@ -77,7 +77,7 @@ def _llama3(config: RopeConfig, frequencies: Tensor) -> Tensor:
     """Keep short waves, slow long ones by ``factor``, and blend the band between."""
     context, low, high = _original_context(config), config.low_freq_factor, config.high_freq_factor
     waves = 2 * math.pi / frequencies
-    share = (context / waves - low) / (high - low)
+    share = (context / waves - low) / (high - low or 1.0)  # Llama 4's bands have no width
     blend = (1 - share) * frequencies / config.factor + share * frequencies
     slowed = torch.where(waves > context / low, frequencies / config.factor, blend)
     return torch.where(waves < context / high, frequencies, slowed)

@@ -33,6 +33,7 @@ struct Op {
     int32_t is_gated;  // of LINEAR with an activation: half of the outputs are gates of the others; of ATTEND: gates follow values
     int32_t centers;  // the norm is a LayerNorm
     int32_t norms_rotated;  // of ATTEND: heads are normed after their rotation
+    int32_t is_tiled;  // of RECUR: the result begins with the first value head of every key head
     int32_t rotation_first, rotation_pairs;  // of ATTEND: the factors that it uses; 0 pairs: all, -1: none
     int32_t value_dim;  // of ATTEND: width of a head's values, at most head_dim
     int32_t shared_dim;  // of ATTEND: first channels of the keys, which all heads share; their columns follow the values

@@ -148,7 +148,8 @@ void recur(const Op& op, const Batch& batch, int row, int head) {
     float* committed = batch.states + op.layer * batch.states_layer + row * batch.states_row + head * states_size;
     float* kept = batch.kept + op.layer * batch.kept_layer + row * batch.kept_row;
     const float* source = batch.buffers[op.source] + static_cast<size_t>(row) * nodes * width;
-    float* target = batch.buffers[op.target] + static_cast<size_t>(row) * nodes * out_width + op.column + head * values;
+    float* target = batch.buffers[op.target] + static_cast<size_t>(row) * nodes * out_width + op.column;
+    const auto column_of = [&](int g) { return (op.is_tiled ? g * sizes.keys + head : head * sizes.group + g) * sizes.value_dim; };
     const float** taps = recurrent_taps.get<const float*>(sizes.taps);
     float* token = recurrent_token.get<float>(2 * sizes.key_dim + values + 2 * sizes.group + values);
     float* mixed = token + 2 * sizes.key_dim + values + 2 * sizes.group;
@@ -166,7 +167,9 @@ void recur(const Op& op, const Batch& batch, int row, int head) {
     const auto input_of = [&](int64_t node) {  // -1: the last committed token, -2: the one before
         return node >= first ? source + (node - first) * width : kept + (before + node) * kept_width;
     };
-    for (int i = 0; i < nodes; ++i) memset(target + static_cast<size_t>(i) * out_width, 0, values * sizeof(float));  // unused ones
+    for (int i = 0; i < nodes; ++i)  // unused ones
+        for (int g = 0; g < sizes.group; ++g)
+            memset(target + static_cast<size_t>(i) * out_width + column_of(g), 0, sizes.value_dim * sizeof(float));
     int depths = 1;
     if (!batch.keeps_all) walk_tree(parents, batch.tree_nodes, [&](int, int depth) { depths = std::max(depths, depth + 1); });
     float* levels = batch.keeps_all ? nullptr : recurrent_levels.get<float>(depths * states_size);
@@ -180,10 +183,10 @@ void recur(const Op& op, const Batch& batch, int row, int head) {
         step_states(sizes, from, batch.keeps_all ? committed : levels + depth * states_size, token, mixed);
         if (node < first) return;
         const float* gates = source + static_cast<size_t>(node - first) * width + sizes.conv + head * values;
-        float* out = target + static_cast<size_t>(node - first) * out_width;
-        for (int g = 0; g < values; g += sizes.value_dim) {
-            norm_row(mixed + g, op.norm, sizes.value_dim, op.eps, out + g);
-            for (int d = g; d < g + sizes.value_dim; d += 16) store(out + d, load(out + d) * activate(SILU, load(gates + d)));
+        for (int g = 0; g < sizes.group; ++g, gates += sizes.value_dim) {
+            float* out = target + static_cast<size_t>(node - first) * out_width + column_of(g);
+            norm_row(mixed + g * sizes.value_dim, op.norm, sizes.value_dim, op.eps, out);
+            for (int d = 0; d < sizes.value_dim; d += 16) store(out + d, load(out + d) * activate(SILU, load(gates + d)));
         }
     });
 
