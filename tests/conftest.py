@@ -318,9 +318,11 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def kernel_size(family: str) -> dict[str, int]:
-    """The sizes that let the CPU kernel run one of the ``FURTHER`` families: heads of 32 channels, or of 64 and 32."""
+    """The sizes that let the CPU kernel run one of the ``FURTHER`` families: heads of 32 channels, or of two widths."""
     if "kv_lora_rank" in FURTHER[family][1]:
         return {"qk_nope_head_dim": 56, "v_head_dim": 32}
+    if "global_head_dim" in FURTHER[family][1]:
+        return {"head_dim": 32, "global_head_dim": 96}
     return {"head_dim": 32} if "head_dim" in FURTHER[family][1] else {"hidden_size": 128}
 
 

@@ -172,8 +172,8 @@ Batch tree_batch(const int64_t* lengths, std::vector<float>& cache, int heads, i
     static const int32_t pages[ROWS * SLOTS / PAGE] = {1, 6, 3, 0, 4, 7, 2, 5};
     Batch batch{};
     batch.rows = ROWS, batch.nodes = batch.tree_nodes = NODES, batch.parents = PARENTS, batch.lengths = lengths;
-    batch.key_block = narrow ? PAGE : KEYS;
-    batch.head_stride = (paged ? ROWS : 1) * SLOTS * slot_words(batch, dim);
+    batch.key_block = narrow ? PAGE : KEYS, batch.slot_words = narrow ? dim / 4 + 1 : dim;
+    batch.head_stride = (paged ? ROWS : 1) * SLOTS * batch.slot_words;
     batch.value_stride = (paged ? 1 : ROWS) * heads * batch.head_stride;
     if (paged) batch.pages = pages, batch.page_stride = SLOTS / PAGE;
     else batch.row_stride = heads * batch.head_stride;
@@ -183,14 +183,15 @@ Batch tree_batch(const int64_t* lengths, std::vector<float>& cache, int heads, i
 }
 
 // The keys and values of the four slots from each row's length on.
-std::vector<float> committed_slots(const Batch& batch, int heads, int words) {
+std::vector<float> committed_slots(const Batch& batch, int heads) {
+    const int words = batch.slot_words;
     std::vector<float> found;
     for (int row = 0; row < ROWS; ++row)
         for (int head = 0; head < heads; ++head)
             for (int64_t slot = batch.lengths[row]; slot < batch.lengths[row] + 4; ++slot) {
                 const Slots at = slots_of(batch, row);
                 float* keys = batch.cache + row * batch.row_stride + head * batch.head_stride;
-                const float *key = key_of(batch, keys, at, slot, words), *value = keys + batch.value_stride + at(slot) * words;
+                const float *key = key_of(batch, keys, at, slot), *value = keys + batch.value_stride + at(slot) * words;
                 for (int i = 0; i < words; ++i) found.push_back(key[i * batch.key_block]);
                 found.insert(found.end(), value, value + words);
             }
@@ -217,7 +218,7 @@ void tell_attention() {
                         std::vector<float> prompt = numbers(ROWS * LENGTH * width);
                         const std::vector<float> rotation = numbers((LENGTH + NODES) * 2 * half), norm = numbers(dim), sinks = numbers(heads);
                         Op op{};
-                        op.kind = ATTEND, op.target = 1, op.scale = 0.7f, op.num_heads = heads, op.num_kv_heads = 2;
+                        op.kind = ATTEND, op.target = 1, op.scale = 0.7f, op.num_heads = heads, op.num_kv_heads = 2, op.heads_apart = 1;
                         op.head_dim = dim, op.value_dim = value_dim, op.shared_dim = value_dim < dim ? 20 : 0, op.window = window, op.q_norm = op.k_norm = norm.data(), op.eps = 1e-6f;
                         if (heads > 2) op.cap = 3.0f, op.sinks = sinks.data(), op.is_gated = 1;
                         Batch batch = tree_batch(lengths, cache, 2, dim, narrow, how == 2);
@@ -233,8 +234,8 @@ void tell_attention() {
                         const std::string name = std::string(narrow ? "narrow " : "") + std::to_string(dim) + " " + std::to_string(heads) + " " +
                                                  std::to_string(window) + " " + std::to_string(how);
                         tell("attention " + name, out);
-                        draftwing_commit(&batch, 1, 2, slot_words(batch, dim), PATHS, 4, 4);
-                        tell("slots " + name, committed_slots(batch, 2, slot_words(batch, dim)));
+                        draftwing_commit(&batch, 1, 2, PATHS, 4, 4);
+                        tell("slots " + name, committed_slots(batch, 2));
                     }
 }
 
@@ -254,7 +255,7 @@ void tell_convolution() {
             x = numbers(ROWS * NODES * 3 * CHANNELS), batch.buffers[0] = x.data();
             draftwing_run(&op, 1, &batch, 2);
             tell(std::string("convolution ") + (narrow ? "narrow " : "") + std::to_string(turn), out);
-            draftwing_commit(&batch, 1, 7, slot_words(batch, DIM), PATHS, 4, 4);
+            draftwing_commit(&batch, 1, 7, PATHS, 4, 4);
             lengths[0] += 3, lengths[1] += 4;
         }
     }
@@ -380,7 +381,7 @@ void tell_drafts() {
     ops[0].kind = EMBED, ops[0].num_out = HIDDEN, put_weight(ops[0], embedding);
     ops[1].kind = LINEAR, ops[1].target = 1, ops[1].num_in = HIDDEN, ops[1].num_out = 4 * DIM, put_weight(ops[1], qkv);
     ops[2].kind = ATTEND, ops[2].source = 1, ops[2].target = 2, ops[2].scale = 0.2f, ops[2].num_heads = 2;
-    ops[2].num_kv_heads = 1, ops[2].head_dim = ops[2].value_dim = DIM;
+    ops[2].num_kv_heads = ops[2].heads_apart = 1, ops[2].head_dim = ops[2].value_dim = DIM;
     ops[3].kind = LINEAR, ops[3].source = 2, ops[3].num_in = 2 * DIM, ops[3].num_out = HIDDEN, ops[3].epilogue = ADD;
     put_weight(ops[3], out);
     ops[4].kind = LINEAR, ops[4].target = 3, ops[4].num_in = HIDDEN, ops[4].num_out = VOCAB, ops[4].norm = norm.data();
@@ -391,7 +392,7 @@ void tell_drafts() {
         Batch batch{};
         batch.rows = ROWS, batch.rotary_half = DIM / 2, batch.rotation = rotation.data(), batch.cache = cache.data();
         batch.key_block = KEYS, batch.layer_stride = ROWS * 2 * SLOTS * DIM, batch.value_stride = SLOTS * DIM, batch.row_stride = 2 * SLOTS * DIM;
-        batch.head_stride = SLOTS * DIM;
+        batch.head_stride = SLOTS * DIM, batch.slot_words = DIM;
         for (int i = 0; i < 4; ++i) {
             buffers[i].resize(ROWS * WIDTH * 3 * sizes[i]);
             batch.buffers[i] = buffers[i].data(), batch.widths[i] = sizes[i];

@@ -44,7 +44,7 @@ def settled(x: Any) -> Any:
 
 
 def scaled(x: Any, factor: float) -> Any:
-    """Multiply rows of an embedding (R, H) by a factor."""
+    """Multiply rows (R, H) by a factor; overwrites a traced value."""
     if factor == 1:
         return x
     return x.scaled(factor) if isinstance(x, Traced) else x * factor
@@ -396,19 +396,20 @@ class LayerInputs(nn.Module):
         table: (V, layers * width).
         projection: (layers * width, H).
         norm: of ``width``.
+        scale: factor of the token's rows.
     """
 
-    def __init__(self, table: Embedding, projection: Linear, norm: RMSNorm) -> None:
+    def __init__(self, table: Embedding, projection: Linear, norm: RMSNorm, scale: float) -> None:
         super().__init__()
-        self.table, self.projection, self.norm = table, projection, norm
+        self.table, self.projection, self.norm, self.scale = table, projection, norm, scale
 
-    def forward(self, ids: Tensor, x: Tensor) -> Sequence[Tensor]:
+    def forward(self, ids: Any, x: Any) -> list[Any]:
         """Tokens (R,) and their scaled embeddings (R, H) -> (R, width) for each layer."""
-        width = self.norm.weight.shape[0]
-        projected = scaled(self.projection.forward(x), x.shape[1] ** -0.5).view(len(x), -1, width)
-        tokens = scaled(self.table.forward(ids), width**0.5).view_as(projected)
-        both: Tensor = scaled(self.norm.forward(projected) + tokens, 2**-0.5)
-        return both.unbind(1)
+        width, tokens = self.norm.weight.shape[0], scaled(self.table.forward(ids), self.scale)
+        projected = self.projection.forward(x)
+        if isinstance(x, Traced):
+            return columns(add_normed(tokens, projected, self.norm), width)
+        return columns(tokens + self.norm.forward(projected.view(len(x), -1, width)).flatten(1), width)
 
 
 class GatedInput(nn.Module):
@@ -417,18 +418,20 @@ class GatedInput(nn.Module):
     def __init__(self, gate: Linear, projection: Linear, norm: RMSNorm, activation: str) -> None:
         super().__init__()
         self.gate, self.projection, self.norm = gate, projection, norm
-        self.activation = ACTIVATIONS[activation]
+        self.activation, self.activation_name = ACTIVATIONS[activation], activation
 
     @property
     def num_bytes(self) -> int:
         """Bytes of weights that a token reads."""
         return self.gate.num_bytes + self.projection.num_bytes
 
-    def forward(self, x: Tensor, own: Tensor) -> Tensor:
+    def forward(self, x: Any, own: Any) -> Any:
         """(R, H) and the layer's input (R, width) -> (R, H)."""
-        gated = self.activation(self.gate.forward(x)) * own
-        added: Tensor = add_normed(x, self.projection.forward(gated), self.norm)
-        return added
+        if isinstance(x, Traced):
+            gated = x.linear(self.gate.packed, activation=self.activation_name, times=own)
+        else:
+            gated = self.activation(self.gate.forward(x)) * own
+        return add_normed(x, self.projection.forward(gated), self.norm)
 
 
 class DecoderLayer(nn.Module):

@@ -355,8 +355,10 @@ def _read_layer_inputs(reader: Reader, config: ModelConfig, rows: Tensor | None)
     rows = None if rows is None else rows.clamp(min=0)
     table = reader.embedding("model.embed_tokens_per_layer.weight", count, config.num_layers * width, rows)
     projection = reader.linear(["model.per_layer_model_projection"], [config.num_layers * width], hidden)
-    norm = read_norm(reader, config, "model.per_layer_projection_norm", width)
-    return LayerInputs(table, projection, cast(RMSNorm, norm))
+    norm = cast(RMSNorm, read_norm(reader, config, "model.per_layer_projection_norm", width))
+    projection.scale = hidden**-0.5
+    # The sum of both inputs is scaled by 2 ** -0.5, as its parts here.
+    return LayerInputs(table, projection, RMSNorm(norm.weight.detach() * 2**-0.5, norm.eps), (width / 2) ** 0.5)
 
 
 def _gates_last(config: ModelConfig) -> Tensor:
@@ -714,9 +716,9 @@ class LeanTarget(Target):
         source, where = read_config(folder), str(folder / "config.json")
         config = replace(ModelConfig.from_hf(source, where), kv_dtype=kv_dtype)
         runtime, layout = runtime_for(
-            dtype, device, config.head_dim, config.activation, is_dense=config.moe is None,
-            is_traceable=not config.family.is_layered, delta=config.delta,
-            latent=config.latent, may_round=True, prepack=prepack, quantize=quantize, fast=fast,
+            dtype, device, {config.head_dim, *(sizes.head_dim for sizes in config.layer_sizes)}, config.activation,
+            is_dense=config.moe is None and not config.family.is_layered, delta=config.delta, latent=config.latent,
+            may_round=True, prepack=prepack, quantize=quantize, fast=fast,
         )  # fmt: skip
         check_quantize(quantize, dtype, device, layout.runs)
         check_kv_dtype(kv_dtype, layout.runs)
