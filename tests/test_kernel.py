@@ -473,7 +473,11 @@ def test_a_model_has_pytorchs_numbers(name, folder_of, monkeypatch):
 @needs_kernel
 @pytest.mark.parametrize("options", [{}, {"quantize": "int8", "kv_dtype": "int8"}], ids=["float32", "int8"])
 @pytest.mark.parametrize(
-    "name", ["llama", "window", "qwen3", "olmo2", "gemma2-capped", "cohere2", "starcoder2", "lfm2", "qwen3.5", "llama4", "gemma4"]
+    "name",
+    [
+        *("llama", "window", "qwen3", "olmo2", "gemma2-capped", "cohere2", "starcoder2", "lfm2", "qwen3.5", "llama4"),
+        "gemma4",
+    ],
 )
 def test_a_nodes_bits_do_not_depend_on_its_tree(name, options, folder_of):
     """Every node of a tree, in a batch, has the very logits that it has when its path is decoded token by token."""

@@ -287,7 +287,7 @@ void tell_recurrence() {
         draftwing_run(&op, 1, &batch, 2);
         tell("recurrence " + std::to_string(turn), out);
         tell("recurrent states " + std::to_string(turn), states);
-        if (turn > 0) draftwing_commit(&batch, 0, 1, 16, PATHS, 4, 4);
+        if (turn > 0) draftwing_commit(&batch, 0, 1, PATHS, 4, 4);
         lengths[0] += turn == 0 ? NODES : 3, lengths[1] += turn == 0 ? NODES : 4;
     }
 }
@@ -339,7 +339,7 @@ void tell_noise() {
     const Filter filters[ROWS] = {{0, 0, 1, 0}, {0.7f, 0, 0.9f, 0}, {1.3f, 300, 0.8f, 0}, {1, 0, 1, 0.01f}, {0, 0, 1, 0}};
     for (int i = 0; i < ROWS * NODES; ++i) tokens[i] = word() % VOCAB, parents[i] = above[i % NODES];
     for (int turn = 0; turn < 4; ++turn) {  // what is drawn becomes a node, so that the walk goes on
-        const AcceptArgs how{store, seeds, starts, filters, found, 0, -1, 0, 0, 0};
+        const AcceptArgs how{store, seeds, starts, filters, found, 0, -1, 0, 0};
         draftwing_accept(scores.data(), ROWS, NODES, tokens, parents, &how);
         tell("walk " + std::to_string(turn), found, sizeof(found));
         for (int row = 0; row < ROWS; ++row) {
