@@ -151,6 +151,9 @@ void tell_rows() {
     tell("norm", linear(op, x, 7, 201));
     op.kind = LINEAR, op.weight = memory.data;
     tell("normed product", linear(op, x, 7, 128, 2));
+    op.multiplies = 1;
+    tell("multiplied", linear(op, x, 7, 128));
+    op.multiplies = 0;
     for (const auto& [kind, name] : {std::pair{ADD, "added"}, {SILU, "SiLU"}, {GELU, "GELU"}, {GELU_TANH, "GELU by tanh"},
                                       {RELU_SQUARED, "squared ReLU"}}) {
         op.epilogue = kind, op.is_gated = kind >= SILU, op.num_out = 70;
@@ -199,7 +202,7 @@ std::vector<float> committed_slots(const Batch& batch, int heads) {
 }
 
 // Trees over committed slots, in 32 and 8 bits, with and without a window, chunks, a view, pages. With six heads, scores are capped,
-// with a sink each, and results gated. With two heads of 96 channels, values are narrower than keys, which share channels.
+// with a sink each, values normed, results gated, and slots wider than the heads. With two heads of 96 channels, values are narrower than keys, which share channels.
 void tell_attention() {
     const int64_t lengths[ROWS] = {LENGTH, 37}, none[ROWS] = {0, 0};
     std::vector<int64_t> chain(ROWS * LENGTH);
@@ -220,8 +223,8 @@ void tell_attention() {
                         Op op{};
                         op.kind = ATTEND, op.target = 1, op.scale = 0.7f, op.num_heads = heads, op.num_kv_heads = 2, op.heads_apart = 1;
                         op.head_dim = dim, op.value_dim = value_dim, op.shared_dim = value_dim < dim ? 20 : 0, op.window = window, op.q_norm = op.k_norm = norm.data(), op.eps = 1e-6f;
-                        if (heads > 2) op.cap = 3.0f, op.sinks = sinks.data(), op.is_gated = 1;
-                        Batch batch = tree_batch(lengths, cache, 2, dim, narrow, how == 2);
+                        if (heads > 2) op.cap = 3.0f, op.sinks = sinks.data(), op.is_gated = 1, op.v_norm = norm.data();
+                        Batch batch = tree_batch(lengths, cache, 2, heads > 2 ? dim + 32 : dim, narrow, how == 2);
                         batch.rotary_half = half, batch.rotation = rotation.data();
                         batch.buffers[0] = prompt.data(), batch.widths[0] = width;
                         batch.buffers[1] = out.data(), batch.widths[1] = heads * value_dim;
