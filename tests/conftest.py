@@ -250,7 +250,7 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
             "num_kv_shared_layers": 3,
             "use_double_wide_mlp": True,
             "sliding_window": 6,
-            "hidden_size_per_layer_input": 12,
+            "hidden_size_per_layer_input": 20,
             "vocab_size_per_layer_input": 70,
             "final_logit_softcapping": 3.0,
         },
