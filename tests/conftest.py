@@ -255,6 +255,24 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 3.0,
         },
     ),
+    "gemma4-moe": (
+        "Gemma4TextConfig",
+        {
+            "layer_types": _SLIDES,
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "num_kv_shared_layers": 1,
+            "use_double_wide_mlp": True,
+            "sliding_window": 6,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+        },
+    ),
     "exaone4": ("Exaone4Config", {"sliding_window": 6, "layer_types": _SLIDES}),
     "glm": ("GlmConfig", {"head_dim": 8}),
     "glm4": ("Glm4Config", {"head_dim": 8}),
@@ -360,7 +378,7 @@ def build(family: str, seed: int = 0, **changes: Any) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):
+            if "norm" in name or name.endswith(("bias", "scale")):
                 weight.add_(0.1 * torch.randn_like(weight))
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):

@@ -114,7 +114,10 @@ def test_no_setting_is_ignored(name):
         config |= {key: value for key, value in more.items() if key in config}
     base, ignored = ModelConfig.from_hf(config), set()
     harmless = HARMLESS | ({"head_dim", "qk_head_dim"} if base.latent else set())
-    harmless |= {"num_experts", "top_k_experts", "moe_intermediate_size"} if base.layer_sizes else set()
+    if base.layer_sizes and base.moe is None:
+        harmless |= {"num_experts", "top_k_experts", "moe_intermediate_size"}
+    elif base.layer_sizes:
+        harmless |= {"vocab_size_per_layer_input"}
     for key in set(config) - set(transformers.PretrainedConfig().to_dict()) - harmless:
         with suppress(ConfigError):
             if ModelConfig.from_hf({**config, key: changed(config[key])}) == base:
@@ -276,7 +279,6 @@ def test_layers_of_gemma_4():
     widened = read(num_kv_shared_layers=4, use_double_wide_mlp=True)
     assert [size.intermediate_size // widened.intermediate_size for size in widened.layer_sizes] == [1] * 8 + [2] * 4
     for changes, text in (
-        ({"enable_moe_block": True}, "`enable_moe_block` True"),
         ({"num_kv_shared_layers": 7}, "leaves layer 5 no earlier one"),
         ({"num_kv_shared_layers": 12}, "leaves layer 0 no earlier one"),
         ({"global_head_dim": 4}, "heads of [(4, 4)] in layers without a window and [(8, 4)]"),

@@ -336,8 +336,8 @@ class Traced:
             column += part.num_out
         return out
 
-    def routed(self, routing: RoutingLike, bias: Tensor | None = None) -> Routed:
-        """Choose experts by these scores (R, experts); see ``models.layers.Routing``."""
+    def routed(self, routing: RoutingLike, bias: Tensor | None = None, scales: Tensor | None = None) -> Routed:
+        """Choose experts by these scores (R, experts); see ``models.layers.Experts``."""
         scores, (num_groups, num_kept), k = self.settled(), routing.groups or (0, 0), routing.num_per_token
         most = self.program.kernel.max_experts
         if self.width > most:
@@ -350,7 +350,8 @@ class Traced:
         self.program.add(
             routes, scores.buffer, kind=_ROUTE, scores=_SCORES.index(routing.scores), normalises=routing.normalise,
             num_groups=num_groups, num_kept_groups=num_kept, sums_two=routing.group_by == "two", scale=routing.scale,
-            eps=routing.sum_eps, bias=None if bias is None else bias.float(), **sizes,
+            eps=routing.sum_eps, bias=None if bias is None else bias.float(),
+            scales=None if scales is None else scales.float(), **sizes,
         )  # fmt: skip
         return Routed(self.program, routes, sizes)
 

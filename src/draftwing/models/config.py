@@ -344,7 +344,7 @@ class MoeConfig:
     num_experts_per_token: int
     intermediate_size: int  # inner width of an expert
     norm_topk_prob: bool  # True if the probabilities of the chosen experts are rescaled to sum to one
-    sparse_layers: tuple[bool, ...]  # for each layer, True if it has experts instead of an ordinary MLP
+    sparse_layers: tuple[bool, ...]  # for each layer, True if it has experts instead of an ordinary MLP, or beside it
     shared_size: int = 0  # inner width of the expert that every token goes through; 0 if there is none
     scale: float = 1.0  # factor of the weights
     # number of groups of experts, and those that a token chooses from; None without groups
@@ -898,6 +898,8 @@ def _query_scale(read: ConfigReader, family: Family, rotates: tuple[bool, ...]) 
 
 
 def _moe(read: ConfigReader, experts: ExpertTraits, layers: int) -> MoeConfig | None:
+    if experts.beside is not None and not read.flag(experts.beside, False):
+        return None
     # transformers 5 writes the second name; 4 wrote the first.
     keys = ("num_experts", "num_local_experts") if experts.count is None else (experts.count,)
     names = [key for key in keys if read.config.get(key) is not None]

@@ -50,7 +50,7 @@ struct Op {
     float cap;  // scores or results are capped to cap * tanh(x / cap), 0: not; the limit of CLAMPED
     const float* norm;  // (num_in): norm applied to the source; null: none
     const void* weight;  // packed; of EXPERTS: (num_experts) Expert
-    const float* scales;  // (padded num_out), of int8
+    const float* scales;  // (padded num_out), of int8; of ROUTE: (num_experts) factors of the weights
     const int32_t* sums;  // (padded num_out), of int8: contribution of the rows' offset of 128
     const float* bias;  // (padded num_out)
     const int64_t* places;  // (num_out): target column of each output; null: consecutive
