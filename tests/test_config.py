@@ -2,6 +2,7 @@
 
 import json
 from contextlib import suppress
+from dataclasses import replace
 from types import NoneType
 
 import pytest
@@ -266,7 +267,10 @@ def test_layers_of_gemma_4():
     model = read(num_kv_shared_layers=4, global_head_dim=16)
     assert model.sliding_windows == ((512,) * 5 + (None,)) * 2
     assert [size.source for size in model.layer_sizes] == [*range(8), 7, 7, 7, 5]
-    assert (model.num_slot_layers, model.head_dim, model.rope.head_dim, model.local_rope.head_dim) == (8, 16, 16, 8)
+    narrow = (0, 0), (0, 8), (1, 0), (1, 8), (2, 0)
+    assert model.slots == (*narrow, (3, 0), (2, 8), *[(4, 0)] * 4, (3, 0))
+    assert (model.num_slot_layers, model.slot_width, replace(model, kv_dtype="int8").slot_width) == (5, 16, 6)
+    assert (model.head_dim, model.rope.head_dim, model.local_rope.head_dim) == (16, 16, 8)
     assert (model.rope.type, model.rope.partial_rotary_factor, model.rope.theta) == ("proportional", 0.25, 1e6)
     assert (model.local_rope.type, model.local_rope.theta, model.attention_scale) == ("default", 1e4, 1.0)
     wide = read(attention_k_eq_v=True, num_global_key_value_heads=2, global_head_dim=16)

@@ -29,11 +29,8 @@ class Op(ctypes.Structure):
             for name in ("format", "num_heads", "num_kv_heads", "head_dim", "layer", "window", "first", "row_form")
         ),
         *((name, ctypes.c_int32) for name in ("is_gated", "multiplies", "centers", "norms_rotated")),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("rotation_first", "rotation_pairs", "value_dim", "shared_dim", "source_layer", "heads_apart")
-        ),
-        ("query_scale", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("rotation_first", "rotation_pairs", "value_dim", "shared_dim")),
+        *((name, ctypes.c_int32) for name in ("slot_layer", "slot_first", "reads_only", "heads_apart", "query_scale")),
         *((name, ctypes.c_int32) for name in ("routes", "num_experts", "num_chosen", "gathers", "scales_input")),
         *((name, ctypes.c_int32) for name in ("scores", "normalises", "num_groups", "num_kept_groups", "sums_two")),
         *((name, ctypes.c_float) for name in ("eps", "scale", "cap")),

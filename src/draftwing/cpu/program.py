@@ -491,13 +491,14 @@ class TracedAttention:
             fields["sinks"] = traits.sinks.float()
         if traits.is_gated:
             fields["is_gated"] = 1
-        source = layer if traits.source is None else traits.source
-        kv_heads = self._kv_heads[layer] = self._kv_heads.get(source, heads.num_kv_heads)
+        kv_heads = self._kv_heads[layer] = heads.num_kv_heads or self._kv_heads[traits.source or 0]
+        slot_layer, slot_first = traits.slots or (layer, 0)
         program.add(
             out.buffer, qkv.settled().buffer, kind=_ATTEND, layer=layer, window=self._windows[layer] or 0,
             scale=heads.head_dim**-0.5 if traits.scale is None else traits.scale, cap=traits.cap,
             num_heads=heads.num_heads, num_kv_heads=kv_heads, head_dim=heads.head_dim, value_dim=value_dim,
-            source_layer=source, heads_apart=self._num_kv_heads // kv_heads, **fields,
+            slot_layer=slot_layer, slot_first=slot_first, reads_only=heads.num_kv_heads == 0,
+            heads_apart=self._num_kv_heads // kv_heads, **fields,
         )  # fmt: skip
         return out
 

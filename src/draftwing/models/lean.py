@@ -233,8 +233,8 @@ def _head_traits(config: ModelConfig, index: int) -> HeadTraits:
         rotation,
         query_scale,
         config.family.qk_norm in ("rotated", "unweighted"),
-        value_dim=None if sizes.head_dim == config.head_dim else sizes.head_dim,
         source=sizes.source if sum(sizes.source == other.source for other in config.layer_sizes) > 1 else None,
+        slots=config.slots[index] if config.slots else None,
     )
 
 

@@ -205,13 +205,18 @@ inline const float* rotation_of(const Batch& batch, int row, int i, const int32_
     return batch.rotation + angle * 2 * batch.rotary_half;
 }
 
+// The first word of a layer's KV head in a row's slots.
+inline float* head_of(const Op& op, const Batch& batch, int row, int kv_head) {
+    return batch.cache + op.slot_layer * batch.layer_stride + row * batch.row_stride + kv_head * batch.head_stride;
+}
+
 // Writes the keys and values of a row's nodes into their slots, for one KV head.
 void write_slots(const Op& op, const Batch& batch, int row, int kv_head) {
-    if (batch.watch != nullptr || op.source_layer != op.layer) return;
+    if (batch.watch != nullptr || op.reads_only) return;
     const int dim = op.head_dim, words = batch.slot_words, width = batch.widths[op.source];
     const int shared = op.shared_dim, key_dim = dim - shared, after_keys = op.num_heads * dim + op.num_kv_heads * key_dim;
-    float* keys = batch.cache + op.layer * batch.layer_stride + row * batch.row_stride + kv_head * batch.head_stride;
-    float* values = keys + batch.value_stride;
+    float* head = head_of(op, batch, row, kv_head);
+    float *keys = head + op.slot_first * batch.key_block, *values = head + batch.value_stride + op.slot_first;
     const Slots at = slots_of(batch, row);
     int32_t* depths = attention_depths.get<int32_t>(batch.tree_nodes);
     depths_of(batch, row, depths);
@@ -252,8 +257,8 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
     const int padded = (seen.count + upto + size - 1) / size * size;
     const size_t stride = padded + 16;
     const int64_t* parents = batch.parents + static_cast<size_t>(row) * batch.tree_nodes;
-    float* keys = batch.cache + op.source_layer * batch.layer_stride + row * batch.row_stride + kv_head * batch.head_stride;
-    float* values = keys + batch.value_stride;
+    float* head = head_of(op, batch, row, kv_head);
+    float *keys = head + op.slot_first * batch.key_block, *values = head + batch.value_stride + op.slot_first;
     const Slots at = slots_of(batch, row);
     const float* qkv = batch.buffers[op.source];
     const int width = batch.widths[op.source], out_width = batch.widths[op.target];
@@ -305,7 +310,7 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
         for (int i = 0; i < PAGE; ++i) {
             const int place = std::min(first + i, seen.count + upto - 1);
             const int slot = place < seen.count ? seen.slots[place] : length + place - seen.count;
-            memcpy(page + i * words, values + at(slot) * words, words * sizeof(float));
+            memcpy(page + i * words, values + at(slot) * words, (dim / 4 + 1) * sizeof(float));
         }
         return page;
     };

@@ -37,7 +37,8 @@ struct Op {
     int32_t rotation_first, rotation_pairs;  // of ATTEND: the factors that it uses; 0 pairs: all, -1: none
     int32_t value_dim;  // of ATTEND: width of a head's values, at most head_dim
     int32_t shared_dim;  // of ATTEND: first channels of the keys, which all heads share; their columns follow the values
-    int32_t source_layer;  // of ATTEND: the layer whose slots are read; only if it is `layer` itself, they are written first
+    int32_t slot_layer, slot_first;  // of ATTEND: the layer of its slots, and the first word of its heads in these
+    int32_t reads_only;  // of ATTEND: another layer has written its keys and values
     int32_t heads_apart;  // of ATTEND: heads of slots, in views and watched weights, for each KV head of this layer
     int32_t query_scale;  // of ATTEND: 1 + the factor whose real part multiplies queries; 0: none
     int32_t routes;  // of EXPERTS and COMBINE: the buffer that ROUTE wrote
