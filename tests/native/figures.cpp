@@ -223,7 +223,7 @@ void tell_attention() {
                         Op op{};
                         op.kind = ATTEND, op.target = 1, op.scale = 0.7f, op.num_heads = heads, op.num_kv_heads = 2, op.heads_apart = 1;
                         op.head_dim = dim, op.value_dim = value_dim, op.shared_dim = value_dim < dim ? 20 : 0, op.window = window, op.q_norm = op.k_norm = norm.data(), op.eps = 1e-6f;
-                        if (heads > 2) op.cap = 3.0f, op.sinks = sinks.data(), op.is_gated = 1, op.v_norm = norm.data();
+                        if (heads > 2) op.cap = 3.0f, op.sinks = sinks.data(), op.is_gated = 1, op.v_norm = norm.data(), op.slot_first = narrow ? 8 : 32;
                         Batch batch = tree_batch(lengths, cache, 2, heads > 2 ? dim + 32 : dim, narrow, how == 2);
                         batch.rotary_half = half, batch.rotation = rotation.data();
                         batch.buffers[0] = prompt.data(), batch.widths[0] = width;
