@@ -269,6 +269,7 @@ def test_layers_of_gemma_4():
     assert [size.source for size in model.layer_sizes] == [*range(8), 7, 7, 7, 5]
     narrow = (0, 0), (0, 8), (1, 0), (1, 8), (2, 0)
     assert model.slots == (*narrow, (3, 0), (2, 8), *[(4, 0)] * 4, (3, 0))
+    assert read(global_head_dim=16).slots[5::6] == ((3, 0), (6, 0))
     assert (model.num_slot_layers, model.slot_width, replace(model, kv_dtype="int8").slot_width) == (5, 16, 6)
     assert (model.head_dim, model.rope.head_dim, model.local_rope.head_dim) == (16, 16, 8)
     assert (model.rope.type, model.rope.partial_rotary_factor, model.rope.theta) == ("proportional", 0.25, 1e6)
