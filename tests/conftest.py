@@ -250,9 +250,27 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
             "num_kv_shared_layers": 3,
             "use_double_wide_mlp": True,
             "sliding_window": 6,
-            "hidden_size_per_layer_input": 12,
+            "hidden_size_per_layer_input": 20,
             "vocab_size_per_layer_input": 70,
             "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma4-moe": (
+        "Gemma4TextConfig",
+        {
+            "layer_types": _SLIDES,
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "num_kv_shared_layers": 1,
+            "use_double_wide_mlp": True,
+            "sliding_window": 6,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
         },
     ),
     "exaone4": ("Exaone4Config", {"sliding_window": 6, "layer_types": _SLIDES}),
@@ -319,9 +337,11 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def kernel_size(family: str) -> dict[str, int]:
-    """The sizes that let the CPU kernel run one of the ``FURTHER`` families: heads of 32 channels, or of 64 and 32."""
+    """The sizes that let the CPU kernel run one of the ``FURTHER`` families: heads of 32 channels, or of two widths."""
     if "kv_lora_rank" in FURTHER[family][1]:
         return {"qk_nope_head_dim": 56, "v_head_dim": 32}
+    if "global_head_dim" in FURTHER[family][1]:
+        return {"head_dim": 32, "global_head_dim": 96}
     return {"head_dim": 32} if "head_dim" in FURTHER[family][1] else {"hidden_size": 128}
 
 
@@ -359,7 +379,7 @@ def build(family: str, seed: int = 0, **changes: Any) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):
+            if "norm" in name or name.endswith(("bias", "scale")):
                 weight.add_(0.1 * torch.randn_like(weight))
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):

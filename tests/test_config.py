@@ -2,6 +2,7 @@
 
 import json
 from contextlib import suppress
+from dataclasses import replace
 from types import NoneType
 
 import pytest
@@ -114,7 +115,10 @@ def test_no_setting_is_ignored(name):
         config |= {key: value for key, value in more.items() if key in config}
     base, ignored = ModelConfig.from_hf(config), set()
     harmless = HARMLESS | ({"head_dim", "qk_head_dim"} if base.latent else set())
-    harmless |= {"num_experts", "top_k_experts", "moe_intermediate_size"} if base.layer_sizes else set()
+    if base.layer_sizes and base.moe is None:
+        harmless |= {"num_experts", "top_k_experts", "moe_intermediate_size"}
+    elif base.layer_sizes:
+        harmless |= {"vocab_size_per_layer_input"}
     for key in set(config) - set(transformers.PretrainedConfig().to_dict()) - harmless:
         with suppress(ConfigError):
             if ModelConfig.from_hf({**config, key: changed(config[key])}) == base:
@@ -263,7 +267,11 @@ def test_layers_of_gemma_4():
     model = read(num_kv_shared_layers=4, global_head_dim=16)
     assert model.sliding_windows == ((512,) * 5 + (None,)) * 2
     assert [size.source for size in model.layer_sizes] == [*range(8), 7, 7, 7, 5]
-    assert (model.num_slot_layers, model.head_dim, model.rope.head_dim, model.local_rope.head_dim) == (8, 16, 16, 8)
+    narrow = (0, 0), (0, 8), (1, 0), (1, 8), (2, 0)
+    assert model.slots == (*narrow, (3, 0), (2, 8), *[(4, 0)] * 4, (3, 0))
+    assert read(global_head_dim=16).slots[5::6] == ((3, 0), (6, 0))
+    assert (model.num_slot_layers, model.slot_width, replace(model, kv_dtype="int8").slot_width) == (5, 16, 6)
+    assert (model.head_dim, model.rope.head_dim, model.local_rope.head_dim) == (16, 16, 8)
     assert (model.rope.type, model.rope.partial_rotary_factor, model.rope.theta) == ("proportional", 0.25, 1e6)
     assert (model.local_rope.type, model.local_rope.theta, model.attention_scale) == ("default", 1e4, 1.0)
     wide = read(attention_k_eq_v=True, num_global_key_value_heads=2, global_head_dim=16)
@@ -276,7 +284,6 @@ def test_layers_of_gemma_4():
     widened = read(num_kv_shared_layers=4, use_double_wide_mlp=True)
     assert [size.intermediate_size // widened.intermediate_size for size in widened.layer_sizes] == [1] * 8 + [2] * 4
     for changes, text in (
-        ({"enable_moe_block": True}, "`enable_moe_block` True"),
         ({"num_kv_shared_layers": 7}, "leaves layer 5 no earlier one"),
         ({"num_kv_shared_layers": 12}, "leaves layer 0 no earlier one"),
         ({"global_head_dim": 4}, "heads of [(4, 4)] in layers without a window and [(8, 4)]"),

@@ -753,7 +753,7 @@ def test_text_of_further_families(family, folder_of):
     """Trees of any shape, in a ragged batch, in PyTorch and in one of the kernel's arithmetics."""
     number, folder = list(FURTHER).index(family), folder_of(family, **kernel_size(family))
     chosen = [{"dtype": torch.float64}]
-    if get_kernel() is not None and family != "gemma4":
+    if get_kernel() is not None:
         chosen.append(IN_KERNEL[number % len(IN_KERNEL)])
     kind = tuple(SAMPLINGS)[number % len(SAMPLINGS)]
     for options in chosen:

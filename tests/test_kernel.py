@@ -49,7 +49,7 @@ FAMILIES = {
         },
     ),
 }
-FAMILIES |= {name: (name, kernel_size(name)) for name in FURTHER if name != "gemma4"}
+FAMILIES |= {name: (name, kernel_size(name)) for name in FURTHER}
 FAMILIES["llama4"][1]["attention_chunk_size"] = 8  # trees cross multiples of pages
 FAMILIES["qwen3-next-dense"] = ("qwen3-next", {"head_dim": 32, "num_experts": 0})
 PARENTS = [-1, 0, 0, 1, 1, 2, 5, 3, -1]
@@ -473,7 +473,11 @@ def test_a_model_has_pytorchs_numbers(name, folder_of, monkeypatch):
 @needs_kernel
 @pytest.mark.parametrize("options", [{}, {"quantize": "int8", "kv_dtype": "int8"}], ids=["float32", "int8"])
 @pytest.mark.parametrize(
-    "name", ["llama", "window", "qwen3", "olmo2", "gemma2-capped", "cohere2", "starcoder2", "lfm2", "qwen3.5", "llama4"]
+    "name",
+    [
+        *("llama", "window", "qwen3", "olmo2", "gemma2-capped", "cohere2", "starcoder2", "lfm2", "qwen3.5", "llama4"),
+        "gemma4",
+    ],
 )
 def test_a_nodes_bits_do_not_depend_on_its_tree(name, options, folder_of):
     """Every node of a tree, in a batch, has the very logits that it has when its path is decoded token by token."""

@@ -64,6 +64,17 @@ def test_logits_are_close_to_float32(family, changes, folder_of):
 
 
 @needs_kernel
+def test_heads_narrower_than_their_slots_are_close_to_float32(folder_of):
+    """Those of Gemma 4, whose scores are not scaled: with shorter queries, attention is as even as in other models."""
+    folder, logits = folder_of("gemma4", **kernel_size("gemma4")), []
+    for target in both(folder):
+        for layer in target.net.layers:
+            layer.q_norm.weight.data.mul_(0.1)
+        logits.append(target.forward(context(target, PROMPT), TREE).logits)
+    assert 0 < (logits[1] - logits[0]).norm() < 0.025 * logits[0].norm()
+
+
+@needs_kernel
 def test_convolutions_stay_in_float32(folder_of):
     folder = folder_of("lfm2", **kernel_size("lfm2"), layer_types=["conv"] * 3)
     wide, narrow = (target.forward(context(target, PROMPT), TREE).logits for target in both(folder))

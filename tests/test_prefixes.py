@@ -237,7 +237,7 @@ def test_positions_that_depend_on_the_prompt_share_nothing(folder_of):
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [("qwen3", torch.float64), ("lfm2", torch.float64), ("lfm2", torch.float32), ("gemma4", torch.float64)],
+    [("qwen3", torch.float64), *product(("lfm2", "gemma4"), (torch.float64, torch.float32))],
     ids=str,
 )
 def test_recorded_forwards_look_into_pages_too(family, dtype, folder_of):

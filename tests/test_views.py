@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from conftest import add_tokenizer, build, float64_norms, refused
+from conftest import add_tokenizer, build, float64_norms, kernel_size, refused
 from draftwing.cpu.library import get_kernel
 from draftwing.cpu.noise import noise_of
 from draftwing.decode import Decoder
@@ -212,21 +212,30 @@ def test_what_is_watched_is_transformers_attention(family, runs, folder_of):
 
 
 def test_layers_that_share_slots_look_at_them_one_by_one(folder_of):
-    """Gemma 4: three layers have slots, and in some each KV head stands for two."""
-    target, model = LeanTarget.from_folder(folder_of("gemma4"), torch.float64), float64_norms(build("gemma4"))
-    ctx = target.new_context()
-    for text in TEXTS:
-        target.prefill(ctx, text)
-    assert len(ctx.cache.data) == 3
-    before = ctx.cache.data.clone()
+    """Gemma 4: six layers have two layers of slots, and in some each KV head stands for two."""
+    sizes = kernel_size("gemma4")
+    folder, model = folder_of("gemma4", **sizes), float64_norms(build("gemma4", **sizes))
     model.set_attn_implementation("eager")
     with torch.no_grad():
         weights = model(torch.tensor([TEXTS[0][:-1]]), output_attentions=True).attentions
     wanted = torch.stack([layer[0] for layer in weights])[:, :, 30:, :30].sum(2).view(6, 4, 2, 30).sum(2)
-    torch.testing.assert_close(target.watch(ctx, 0, 30).double(), wanted, rtol=1e-3, atol=1e-4)
-    assert torch.equal(ctx.cache.data, before)
-    view = View(torch.arange(60, dtype=torch.int32).expand(2, 6, 4, 60).contiguous(), ctx.lengths)
-    torch.testing.assert_close(run(ctx, TREE, view), run(ctx, TREE), rtol=0, atol=1e-10)
+    views, found = some_view(1, 6, 2, (21, 30)), []
+    views = View(views.slots.repeat_interleave(2, 2), views.counts)
+    for dtype in (torch.float64, torch.float32):  # the latter in the kernel
+        target = LeanTarget.from_folder(folder, dtype)
+        ctx = target.new_context()
+        for text in TEXTS:
+            target.prefill(ctx, text)
+        assert len(ctx.cache.data) == 2
+        before = ctx.cache.data.clone()
+        torch.testing.assert_close(target.watch(ctx, 0, 30).double(), wanted, rtol=1e-3, atol=1e-4)
+        assert torch.equal(ctx.cache.data, before)
+        everything = View(torch.arange(60, dtype=torch.int32).expand(2, 6, 4, 60).contiguous(), ctx.lengths)
+        whole = run(ctx, TREE)
+        torch.testing.assert_close(run(ctx, TREE, everything), whole, rtol=0, atol=1e-10)
+        found.append(run(ctx, TREE, views).double())
+        assert (found[-1] - whole).abs().max() > 1e-3
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
 
 
 def values_of(watched, pool: int, grain: int) -> list[float]:

@@ -151,6 +151,9 @@ void tell_rows() {
     tell("norm", linear(op, x, 7, 201));
     op.kind = LINEAR, op.weight = memory.data;
     tell("normed product", linear(op, x, 7, 128, 2));
+    op.multiplies = 1;
+    tell("multiplied", linear(op, x, 7, 128));
+    op.multiplies = 0;
     for (const auto& [kind, name] : {std::pair{ADD, "added"}, {SILU, "SiLU"}, {GELU, "GELU"}, {GELU_TANH, "GELU by tanh"},
                                       {RELU_SQUARED, "squared ReLU"}}) {
         op.epilogue = kind, op.is_gated = kind >= SILU, op.num_out = 70;
@@ -172,8 +175,8 @@ Batch tree_batch(const int64_t* lengths, std::vector<float>& cache, int heads, i
     static const int32_t pages[ROWS * SLOTS / PAGE] = {1, 6, 3, 0, 4, 7, 2, 5};
     Batch batch{};
     batch.rows = ROWS, batch.nodes = batch.tree_nodes = NODES, batch.parents = PARENTS, batch.lengths = lengths;
-    batch.key_block = narrow ? PAGE : KEYS;
-    batch.head_stride = (paged ? ROWS : 1) * SLOTS * slot_words(batch, dim);
+    batch.key_block = narrow ? PAGE : KEYS, batch.slot_words = narrow ? dim / 4 + 1 : dim;
+    batch.head_stride = (paged ? ROWS : 1) * SLOTS * batch.slot_words;
     batch.value_stride = (paged ? 1 : ROWS) * heads * batch.head_stride;
     if (paged) batch.pages = pages, batch.page_stride = SLOTS / PAGE;
     else batch.row_stride = heads * batch.head_stride;
@@ -183,14 +186,15 @@ Batch tree_batch(const int64_t* lengths, std::vector<float>& cache, int heads, i
 }
 
 // The keys and values of the four slots from each row's length on.
-std::vector<float> committed_slots(const Batch& batch, int heads, int words) {
+std::vector<float> committed_slots(const Batch& batch, int heads) {
+    const int words = batch.slot_words;
     std::vector<float> found;
     for (int row = 0; row < ROWS; ++row)
         for (int head = 0; head < heads; ++head)
             for (int64_t slot = batch.lengths[row]; slot < batch.lengths[row] + 4; ++slot) {
                 const Slots at = slots_of(batch, row);
                 float* keys = batch.cache + row * batch.row_stride + head * batch.head_stride;
-                const float *key = key_of(batch, keys, at, slot, words), *value = keys + batch.value_stride + at(slot) * words;
+                const float *key = key_of(batch, keys, at, slot), *value = keys + batch.value_stride + at(slot) * words;
                 for (int i = 0; i < words; ++i) found.push_back(key[i * batch.key_block]);
                 found.insert(found.end(), value, value + words);
             }
@@ -198,7 +202,7 @@ std::vector<float> committed_slots(const Batch& batch, int heads, int words) {
 }
 
 // Trees over committed slots, in 32 and 8 bits, with and without a window, chunks, a view, pages. With six heads, scores are capped,
-// with a sink each, and results gated. With two heads of 96 channels, values are narrower than keys, which share channels.
+// with a sink each, values normed, results gated, and slots wider than the heads. With two heads of 96 channels, values are narrower than keys, which share channels.
 void tell_attention() {
     const int64_t lengths[ROWS] = {LENGTH, 37}, none[ROWS] = {0, 0};
     std::vector<int64_t> chain(ROWS * LENGTH);
@@ -217,10 +221,10 @@ void tell_attention() {
                         std::vector<float> prompt = numbers(ROWS * LENGTH * width);
                         const std::vector<float> rotation = numbers((LENGTH + NODES) * 2 * half), norm = numbers(dim), sinks = numbers(heads);
                         Op op{};
-                        op.kind = ATTEND, op.target = 1, op.scale = 0.7f, op.num_heads = heads, op.num_kv_heads = 2;
+                        op.kind = ATTEND, op.target = 1, op.scale = 0.7f, op.num_heads = heads, op.num_kv_heads = 2, op.heads_apart = 1;
                         op.head_dim = dim, op.value_dim = value_dim, op.shared_dim = value_dim < dim ? 20 : 0, op.window = window, op.q_norm = op.k_norm = norm.data(), op.eps = 1e-6f;
-                        if (heads > 2) op.cap = 3.0f, op.sinks = sinks.data(), op.is_gated = 1;
-                        Batch batch = tree_batch(lengths, cache, 2, dim, narrow, how == 2);
+                        if (heads > 2) op.cap = 3.0f, op.sinks = sinks.data(), op.is_gated = 1, op.v_norm = norm.data(), op.slot_first = narrow ? 8 : 32;
+                        Batch batch = tree_batch(lengths, cache, 2, heads > 2 ? dim + 32 : dim, narrow, how == 2);
                         batch.rotary_half = half, batch.rotation = rotation.data();
                         batch.buffers[0] = prompt.data(), batch.widths[0] = width;
                         batch.buffers[1] = out.data(), batch.widths[1] = heads * value_dim;
@@ -233,8 +237,8 @@ void tell_attention() {
                         const std::string name = std::string(narrow ? "narrow " : "") + std::to_string(dim) + " " + std::to_string(heads) + " " +
                                                  std::to_string(window) + " " + std::to_string(how);
                         tell("attention " + name, out);
-                        draftwing_commit(&batch, 1, 2, slot_words(batch, dim), PATHS, 4, 4);
-                        tell("slots " + name, committed_slots(batch, 2, slot_words(batch, dim)));
+                        draftwing_commit(&batch, 1, 2, PATHS, 4, 4);
+                        tell("slots " + name, committed_slots(batch, 2));
                     }
 }
 
@@ -254,7 +258,7 @@ void tell_convolution() {
             x = numbers(ROWS * NODES * 3 * CHANNELS), batch.buffers[0] = x.data();
             draftwing_run(&op, 1, &batch, 2);
             tell(std::string("convolution ") + (narrow ? "narrow " : "") + std::to_string(turn), out);
-            draftwing_commit(&batch, 1, 7, slot_words(batch, DIM), PATHS, 4, 4);
+            draftwing_commit(&batch, 1, 7, PATHS, 4, 4);
             lengths[0] += 3, lengths[1] += 4;
         }
     }
@@ -286,7 +290,7 @@ void tell_recurrence() {
         draftwing_run(&op, 1, &batch, 2);
         tell("recurrence " + std::to_string(turn), out);
         tell("recurrent states " + std::to_string(turn), states);
-        if (turn > 0) draftwing_commit(&batch, 0, 1, 16, PATHS, 4, 4);
+        if (turn > 0) draftwing_commit(&batch, 0, 1, PATHS, 4, 4);
         lengths[0] += turn == 0 ? NODES : 3, lengths[1] += turn == 0 ? NODES : 4;
     }
 }
@@ -338,7 +342,7 @@ void tell_noise() {
     const Filter filters[ROWS] = {{0, 0, 1, 0}, {0.7f, 0, 0.9f, 0}, {1.3f, 300, 0.8f, 0}, {1, 0, 1, 0.01f}, {0, 0, 1, 0}};
     for (int i = 0; i < ROWS * NODES; ++i) tokens[i] = word() % VOCAB, parents[i] = above[i % NODES];
     for (int turn = 0; turn < 4; ++turn) {  // what is drawn becomes a node, so that the walk goes on
-        const AcceptArgs how{store, seeds, starts, filters, found, 0, -1, 0, 0, 0};
+        const AcceptArgs how{store, seeds, starts, filters, found, 0, -1, 0, 0};
         draftwing_accept(scores.data(), ROWS, NODES, tokens, parents, &how);
         tell("walk " + std::to_string(turn), found, sizeof(found));
         for (int row = 0; row < ROWS; ++row) {
@@ -380,7 +384,7 @@ void tell_drafts() {
     ops[0].kind = EMBED, ops[0].num_out = HIDDEN, put_weight(ops[0], embedding);
     ops[1].kind = LINEAR, ops[1].target = 1, ops[1].num_in = HIDDEN, ops[1].num_out = 4 * DIM, put_weight(ops[1], qkv);
     ops[2].kind = ATTEND, ops[2].source = 1, ops[2].target = 2, ops[2].scale = 0.2f, ops[2].num_heads = 2;
-    ops[2].num_kv_heads = 1, ops[2].head_dim = ops[2].value_dim = DIM;
+    ops[2].num_kv_heads = ops[2].heads_apart = 1, ops[2].head_dim = ops[2].value_dim = DIM;
     ops[3].kind = LINEAR, ops[3].source = 2, ops[3].num_in = 2 * DIM, ops[3].num_out = HIDDEN, ops[3].epilogue = ADD;
     put_weight(ops[3], out);
     ops[4].kind = LINEAR, ops[4].target = 3, ops[4].num_in = HIDDEN, ops[4].num_out = VOCAB, ops[4].norm = norm.data();
@@ -391,7 +395,7 @@ void tell_drafts() {
         Batch batch{};
         batch.rows = ROWS, batch.rotary_half = DIM / 2, batch.rotation = rotation.data(), batch.cache = cache.data();
         batch.key_block = KEYS, batch.layer_stride = ROWS * 2 * SLOTS * DIM, batch.value_stride = SLOTS * DIM, batch.row_stride = 2 * SLOTS * DIM;
-        batch.head_stride = SLOTS * DIM;
+        batch.head_stride = SLOTS * DIM, batch.slot_words = DIM;
         for (int i = 0; i < 4; ++i) {
             buffers[i].resize(ROWS * WIDTH * 3 * sizes[i]);
             batch.buffers[i] = buffers[i].data(), batch.widths[i] = sizes[i];

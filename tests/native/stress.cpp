@@ -77,7 +77,7 @@ struct World {
         out.tokens = tokens, out.parents = parents, out.lengths = lengths;
         out.rotary_half = DIM / 2, out.key_block = KEYS, out.rotation = rotation.data(), out.cache = cache.data();
         out.layer_stride = ROWS * 2 * SLOTS * DIM, out.value_stride = SLOTS * DIM;
-        out.row_stride = 2 * SLOTS * DIM, out.head_stride = SLOTS * DIM;
+        out.row_stride = 2 * SLOTS * DIM, out.head_stride = SLOTS * DIM, out.slot_words = DIM;
         memcpy(out.buffers, buffers, sizeof(buffers));
         memcpy(out.widths, widths, sizeof(widths));
         return out;
@@ -115,7 +115,7 @@ struct World {
         const int64_t chain[ROWS * WAITING] = {1, 2, 3, 4, 5, 6}, above[ROWS * WAITING] = {-1, 0, 1, -1, 0, 1};
         int64_t walked[ROWS * (5 + 2 * WAITING)];
         for (NoiseStore* store : {&noise, other}) {
-            const AcceptArgs how{store, seeds, starts, nullptr, walked, 0, -1, 0, 0, 0};
+            const AcceptArgs how{store, seeds, starts, nullptr, walked, 0, -1, 0, 0};
             draftwing_accept(found.data(), ROWS, WAITING, chain, above, &how);
             found.insert(found.end(), walked, walked + ROWS * (5 + 2 * WAITING));
             std::vector<float> copied(3 * VOCAB);
@@ -123,7 +123,7 @@ struct World {
             found.insert(found.end(), copied.begin(), copied.end());
         }
         const int64_t path[ROWS * 3] = {0, 2, -1, 0, 1, 2};
-        draftwing_commit(&waiting, 1, 1, DIM, path, 3, 3);
+        draftwing_commit(&waiting, 1, 1, path, 3, 3);
         found.insert(found.end(), cache.begin(), cache.end());
         return found;
     }

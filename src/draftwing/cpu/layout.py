@@ -28,16 +28,14 @@ class Op(ctypes.Structure):
             (name, ctypes.c_int32)
             for name in ("format", "num_heads", "num_kv_heads", "head_dim", "layer", "window", "first", "row_form")
         ),
-        *((name, ctypes.c_int32) for name in ("is_gated", "centers", "norms_rotated", "is_tiled")),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("rotation_first", "rotation_pairs", "value_dim", "shared_dim", "query_scale")
-        ),
+        *((name, ctypes.c_int32) for name in ("is_gated", "multiplies", "centers", "norms_rotated", "is_tiled")),
+        *((name, ctypes.c_int32) for name in ("rotation_first", "rotation_pairs", "value_dim", "shared_dim")),
+        *((name, ctypes.c_int32) for name in ("slot_layer", "slot_first", "reads_only", "heads_apart", "query_scale")),
         *((name, ctypes.c_int32) for name in ("routes", "num_experts", "num_chosen", "gathers", "scales_input")),
         *((name, ctypes.c_int32) for name in ("scores", "normalises", "num_groups", "num_kept_groups", "sums_two")),
         *((name, ctypes.c_float) for name in ("eps", "scale", "cap")),
         *((name, ctypes.c_void_p) for name in ("norm", "weight", "scales", "sums", "bias", "places")),
-        *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm", "norm_bias", "sinks")),
+        *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm", "v_norm", "norm_bias", "sinks")),
     ]
 
 
@@ -55,7 +53,7 @@ class BatchStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("rows", "nodes", "first_node", "tree_nodes")),
-        *((name, ctypes.c_int32) for name in ("rotary_half", "rotation_by_row", "key_block")),
+        *((name, ctypes.c_int32) for name in ("rotary_half", "rotation_by_row", "key_block", "slot_words")),
         *((name, ctypes.c_void_p) for name in ("tokens", "parents", "lengths", "rotation", "cache")),
         *((name, ctypes.c_int64) for name in ("layer_stride", "value_stride", "row_stride", "head_stride")),
         ("pages", ctypes.c_void_p),
@@ -74,7 +72,7 @@ class BatchStruct(ctypes.Structure):
     def set_cache(self, data: Tensor, table: Any = None) -> None:
         """Read and write the KV slots ``data`` (L, 2, B, K, S, D); ``table`` lists their pages, if there are any."""
         strides, self.key_block = data.stride(), PAGE if data.dtype == NARROW_SLOTS else KEYS
-        self.cache = data.data_ptr()
+        self.cache, self.slot_words = data.data_ptr(), data.shape[5]
         self.layer_stride, self.value_stride, self.row_stride, self.head_stride = strides[:4]
         if table is not None:
             self.row_stride, self.pages, self.page_stride = 0, table.address, table.stride
@@ -125,7 +123,7 @@ class AcceptStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("noise", "seeds", "starts", "filters", "found")),
-        *((name, ctypes.c_int32) for name in ("logits", "out", "layers", "kv_heads", "words")),
+        *((name, ctypes.c_int32) for name in ("logits", "out", "layers", "kv_heads")),
     ]
 
 

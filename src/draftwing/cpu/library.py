@@ -88,7 +88,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "draft": (_INT, [_POINTER, _INT, *[_POINTER] * 4, _INT]),
     "verify": (None, [_POINTER, _INT, *[_POINTER] * 2, _INT]),
     "accept": (None, [_POINTER, *[_INT] * 2, *[_POINTER] * 3]),
-    "commit": (None, [_POINTER, *[_INT] * 3, _POINTER, *[_INT] * 2]),
+    "commit": (None, [_POINTER, *[_INT] * 2, _POINTER, *[_INT] * 2]),
     "noise_new": (_POINTER, [_LONG] * 2),
     "noise_free": (None, [_POINTER]),
     "noise_copy": (None, [_POINTER, *[_LONG] * 3, _POINTER]),
@@ -182,13 +182,13 @@ class Kernel:
             states: of the recurrent layers, if there are any.
         """
         batch = BatchStruct(rows=path.shape[0])
-        layers, _, _, heads, _, words = data.shape
+        layers, _, _, heads, _, _ = data.shape
         batch.set_cache(data, table)
         if states is not None:
             states.set_batch(batch)
         lengths, path = lengths.contiguous(), path.contiguous()
         batch.lengths = lengths.data_ptr()
-        self._commit(ctypes.byref(batch), layers, heads, words, path.data_ptr(), path.shape[1], path.shape[1])
+        self._commit(ctypes.byref(batch), layers, heads, path.data_ptr(), path.shape[1], path.shape[1])
 
 
 class _Loaded(NamedTuple):

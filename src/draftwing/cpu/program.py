@@ -226,11 +226,17 @@ class Traced:
                 scale=0.0 if self.scale == 1 else self.scale,
             )  # fmt: skip
             return
-        read: dict[str, Any] = {"column": column, "first": self.column, "num_in": self.width}
+        read: dict[str, Any] = {"column": column, "first": self.column}
         if self.norm is None:
-            self.program.add(target, self.buffer, kind=_COPY, **read)
+            self.program.add(target, self.buffer, kind=_COPY, num_in=self.width, **read)
         else:
-            self.program.add(target, self.buffer, kind=_NORM, **_norm_fields(self.norm), **read)
+            self.program.add(target, self.buffer, kind=_NORM, **self._normed_columns(self.norm), **read)
+
+    def _normed_columns(self, norm: NormLike) -> dict[str, Any]:
+        """The fields of an operation that norms it: once, or several times if it is wider than the norm."""
+        width = norm.weight.shape[0]
+        several = {} if width == self.width else {"num_heads": self.width // width}
+        return {**_norm_fields(norm), "num_in": width, **several}
 
     def settled(self) -> Traced:
         """The same value, computed and at column 0."""
@@ -257,15 +263,17 @@ class Traced:
         if other.norm is None:
             raise ConfigError("a net added two values without a matrix or a norm: set is_traceable = False")
         value = self._overwritten()
-        columns = {"first": other.column, "num_in": other.width, "epilogue": _ADD}
-        self.program.add(value.buffer, other.buffer, kind=_NORM, **_norm_fields(other.norm), **columns)
+        columns = {"first": other.column, "epilogue": _ADD}
+        self.program.add(value.buffer, other.buffer, kind=_NORM, **other._normed_columns(other.norm), **columns)
         return value
 
     def scaled(self, factor: float) -> Traced:
-        """The rows of an embedding, times ``factor``."""
-        if self.table is None:
-            raise ConfigError("a net scaled a value that is no embedding: set is_traceable = False")
-        return replace(self, scale=self.scale * factor)
+        """Its rows, times ``factor``; overwrites them unless they are those of an embedding."""
+        if self.table is not None:
+            return replace(self, scale=self.scale * factor)
+        value = self._overwritten()
+        self.program.add(value.buffer, kind=_COPY, num_in=self.width, scale=factor)
+        return value
 
     def columns(self, start: int, stop: int) -> Traced:
         """(R, stop - start) of its columns."""
@@ -283,6 +291,7 @@ class Traced:
         activation: str | None = None,
         spread: tuple[Tensor, int] | None = None,
         into: tuple[Traced, int] | None = None,
+        times: Traced | None = None,
         scale: float = 1.0,
         cap: float = 0.0,
     ) -> Traced:
@@ -292,6 +301,7 @@ class Traced:
             packed: the matrix, or matrices whose outputs are concatenated.
             scale, cap: see ``Linear``.
             into: a value to write the result into, and its first column.
+            times: a value that the result is multiplied by and overwrites.
             spread: (num_out,) int64 the column of (R, width) for each output, and the width; other columns stay.
         """
         parts = (packed,) if isinstance(packed, Packed) else packed
@@ -299,18 +309,22 @@ class Traced:
             raise ConfigError(
                 "the gate_up matrix of a GatedMLP has a layout that only the GatedMLP reads: call the GatedMLP instead"
             )
-        source = self.settled() if self.table is not None or self.column else self
+        is_split = self.norm is not None and self.norm.weight.shape[0] < self.width
+        source = self.settled() if self.table is not None or is_split else self
         source._check()
         program, width = self.program, sum(part.num_out for part in parts) if spread is None else spread[1]
         epilogue = ACTIVATIONS[activation] if activation is not None else _STORE if residual is None else _ADD
         if into is not None:
             out, column = into
+        elif times is not None:
+            out, column = times, times.column
         else:
             out = Traced(program, program.scratch(width), width) if residual is None else residual._overwritten()
             column = 0
         # Only what is used: an operation's other fields are 0.
         fields = {} if source.norm is None else _norm_fields(source.norm)
         fields |= ({"scale": scale} if scale != 1 else {}) | ({"cap": cap} if cap else {})
+        fields |= ({"first": source.column} if source.column else {}) | ({} if times is None else {"multiplies": 1})
         for part in parts:
             places = None if spread is None else spread[0][column : column + part.num_out]
             program.add(
@@ -322,8 +336,8 @@ class Traced:
             column += part.num_out
         return out
 
-    def routed(self, routing: RoutingLike, bias: Tensor | None = None) -> Routed:
-        """Choose experts by these scores (R, experts); see ``models.layers.Routing``."""
+    def routed(self, routing: RoutingLike, bias: Tensor | None = None, scales: Tensor | None = None) -> Routed:
+        """Choose experts by these scores (R, experts); see ``models.layers.Experts``."""
         scores, (num_groups, num_kept), k = self.settled(), routing.groups or (0, 0), routing.num_per_token
         most = self.program.kernel.max_experts
         if self.width > most:
@@ -336,7 +350,8 @@ class Traced:
         self.program.add(
             routes, scores.buffer, kind=_ROUTE, scores=_SCORES.index(routing.scores), normalises=routing.normalise,
             num_groups=num_groups, num_kept_groups=num_kept, sums_two=routing.group_by == "two", scale=routing.scale,
-            eps=routing.sum_eps, bias=None if bias is None else bias.float(), **sizes,
+            eps=routing.sum_eps, bias=None if bias is None else bias.float(),
+            scales=None if scales is None else scales.float(), **sizes,
         )  # fmt: skip
         return Routed(self.program, routes, sizes)
 
@@ -428,8 +443,9 @@ class TracedIds:
 class TracedAttention:
     """An ``Attend`` for tracing: the kernel rotates, writes KV slots and attends in one operation."""
 
-    def __init__(self, windows: Any) -> None:
-        self._windows = windows
+    def __init__(self, windows: Any, num_kv_heads: int) -> None:
+        self._windows, self._num_kv_heads = windows, num_kv_heads
+        self._kv_heads: dict[int, int] = {}  # KV heads by layer
         self._num_recurrent = 0  # layers so far
 
     def __call__(self, layer: int, qkv: Traced, heads: Heads) -> Traced:
@@ -462,8 +478,9 @@ class TracedAttention:
             return out
         # Only what is used: an operation's other fields are 0.
         fields: dict[str, Any] = {}
-        if heads.q_norm is not None and heads.k_norm is not None:
-            fields |= {"q_norm": heads.q_norm.weight.float(), "k_norm": heads.k_norm.weight.float()}
+        if heads.q_norm is not None:
+            norms = {"q_norm": heads.q_norm, "k_norm": heads.k_norm, "v_norm": heads.v_norm}
+            fields |= {name: norm.weight.float() for name, norm in norms.items() if norm is not None}
             fields |= {"eps": heads.q_norm.eps, "norms_rotated": traits.norms_rotated}
         if traits.rotation is not None:
             fields |= {"rotation_first": traits.rotation[0], "rotation_pairs": traits.rotation[1] or -1}
@@ -475,11 +492,14 @@ class TracedAttention:
             fields["sinks"] = traits.sinks.float()
         if traits.is_gated:
             fields["is_gated"] = 1
+        kv_heads = self._kv_heads[layer] = heads.num_kv_heads or self._kv_heads[traits.source or 0]
+        slot_layer, slot_first = traits.slots or (layer, 0)
         program.add(
             out.buffer, qkv.settled().buffer, kind=_ATTEND, layer=layer, window=self._windows[layer] or 0,
             scale=heads.head_dim**-0.5 if traits.scale is None else traits.scale, cap=traits.cap,
-            num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim, value_dim=value_dim,
-            **fields,
+            num_heads=heads.num_heads, num_kv_heads=kv_heads, head_dim=heads.head_dim, value_dim=value_dim,
+            slot_layer=slot_layer, slot_first=slot_first, reads_only=heads.num_kv_heads == 0,
+            heads_apart=self._num_kv_heads // kv_heads, **fields,
         )  # fmt: skip
         return out
 

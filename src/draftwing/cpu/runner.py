@@ -70,7 +70,7 @@ class Built:
             states = program.given(shape.state_width)
             fused.write(states.buffer)
         num_fuse = len(program)
-        read, out = net.forward(TracedIds(program), states, TracedAttention(shape.windows))
+        read, out = net.forward(TracedIds(program), states, TracedAttention(shape.windows, shape.num_kv_heads))
         written = -1 if out is None else program.output(out)
         num_hidden = len(program)
         logits = program.output(net.logits(read))
@@ -485,10 +485,10 @@ class KernelRunner(Runner):
         return FusedStep(args, logits, out, result, time.perf_counter() - began)
 
     def _accept_result(self, accept: AcceptArgs, rows: int, nodes: int) -> AcceptResult:
-        result, built, shape = AcceptResult(accept, rows, nodes), self._built, self._shape
+        result, built = AcceptResult(accept, rows, nodes), self._built
         args = result.args
         args.logits, args.out = built.logits, built.out
-        args.layers, (args.kv_heads, _, args.words) = shape.num_layers, self.cache.data.shape[3:]
+        args.layers, _, _, args.kv_heads, _, _ = self.cache.data.shape
         return result
 
 

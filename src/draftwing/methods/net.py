@@ -296,7 +296,7 @@ class DraftNet(nn.Module, ABC):
         mlps = [module for module in self.modules() if isinstance(module, GatedMLP)]
         activation, head_dim = mlps[0].activation_name if mlps else "silu", self.shape.head_dim
         runtime, layout = runtime_for(
-            self.dtype, self.device, head_dim, activation, is_traceable=self.is_traceable,
+            self.dtype, self.device, (head_dim,), activation, is_traceable=self.is_traceable,
             is_dense=not any(isinstance(module, Experts) for module in self.modules()), quantize=quantize, fast=fast,
         )  # fmt: skip
         num_weights = sum(module.weight.numel() for module in self.modules() if isinstance(module, Linear))

@@ -48,12 +48,14 @@ class HeadTraits:
     shared_dim: int = 0  # first channels of keys, which all heads share
     is_gated: bool = False  # columns after the values, one for each of the result, are its gates
     source: int | None = None  # the layer whose keys and values are attended to, if several layers share them
+    # the layer of slots that holds the keys and values, and the first word in these; None: those of the layer alone
+    slots: tuple[int, int] | None = None
 
     @property
     def is_plain(self) -> bool:
         """True if the Triton kernels compute it."""
         special = self.cap or self.norms_rotated or self.sinks is not None
-        return not special and self.rotation is None and self.query_scale is None and self.source is None
+        return not special and self.rotation is None and self.query_scale is None and self.slots is None
 
 
 PLAIN_HEADS = HeadTraits()
@@ -254,7 +256,7 @@ class SlotAttention(Attention):
         self._windows, self._scale, self._rows_out = windows, dim**-0.5, num_rows_out
         self._causal = causal or [False] * len(windows)
         nodes = where.tree.num_nodes - where.first_node
-        self._shape = (where.tree.num_rows, nodes, kv_heads, num_heads // kv_heads, dim)
+        self._shape = (where.tree.num_rows, nodes, kv_heads, num_heads // kv_heads)
         self._prepare(where)
 
     @abstractmethod
@@ -262,17 +264,21 @@ class SlotAttention(Attention):
         """Compute the masks and indices of all layers."""
 
     def _fitted(self, heads: Tensor, count: int) -> Tensor:
-        """(R, K, D) -> (B, N, count, D of slots): heads are repeated, and narrow ones continued with zeros."""
-        rows, nodes, _, _, dim = self._shape
+        """(R, K, D) -> (B, N, count, D): heads are repeated."""
         if heads.shape[1] < count:
             heads = heads.repeat_interleave(count // heads.shape[1], 1)
-        if heads.shape[2] < dim:
-            heads = F.pad(heads, (0, dim - heads.shape[2]))
-        return heads.view(rows, nodes, count, dim)
+        return heads.view(*self._shape[:2], count, -1)
 
     def _folded(self, q: Tensor) -> Tensor:
         """Queries (R, heads, D) -> (B, N, K, heads / K, D)."""
-        return self._fitted(q, self._shape[2] * self._shape[3]).view(self._shape)
+        return q.view(*self._shape, -1)
+
+    def _slots_of(self, data: Tensor, layer: int, traits: HeadTraits, dim: int) -> Tensor:
+        """The slots of a layer with heads of this width, among those of all layers."""
+        if traits.slots is None:
+            return data[layer]
+        index, first = traits.slots
+        return data[index][..., first : first + dim]
 
     def before(self, layer: int, inputs: Tensor, count: int) -> Tensor:
         """The inputs (R, count, H) of a convolution at the tokens before each row, the oldest first; zeros without.
@@ -322,30 +328,36 @@ class TreeAttention(SlotAttention):
 
     def _prepare(self, where: TreeSlots) -> None:
         data, width = where.cache.data, min(where.width, where.cache.num_slots)
-        rows, nodes, kv_heads, self._groups, dim = self._shape
+        rows, nodes, _, self._groups = self._shape
         self._queries = nodes * self._groups
         padded = round_up(self._queries, QUERY_BLOCK) if data.device.type == "cpu" else self._queries
         self._padded, self._dtype = padded, data.dtype
         kinds = set(zip(self._windows, self._causal, strict=True))
         self._masks = {kind: self._mask(where, *kind, width) for kind in kinds}
-        self._kv, self._fresh = data[:, :, :, :kv_heads], where.place(where.fresh, writes=True)
+        self._kv, self._fresh = data[:, :, :, : self._shape[2]], where.place(where.fresh, writes=True)
         self._rows, self._width = slice(where.first_row, where.first_row + rows), width
         self._seen: Tensor | None = None  # (B, width) positions of slots in pages
         if where.cache.table is not None:
             slots = torch.arange(width, device=where.lengths_B.device).expand(rows, -1)
             self._seen = where.place(slots)[1]
-        self._q = data.new_zeros(rows, kv_heads, padded, dim)
-        q = self._q[:, :, : self._queries]
-        self._q_view = q.view(rows, kv_heads, nodes, self._groups, dim).permute(0, 2, 1, 3, 4)
-        self._out = data.new_zeros(self._rows_out, kv_heads * self._groups * dim)
-        self._out_view = self._out[: rows * nodes].view(self._shape)
+        self._buffers: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
 
-    def _write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _buffers_of(self, dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries (B, K, padded, D) and the result (padded R, heads * D) of heads of this width, and views of both."""
+        if dim not in self._buffers:
+            rows, nodes, kv_heads, groups = self._shape
+            q = self._kv.new_zeros(rows, kv_heads, self._padded, dim)
+            q_view = q[:, :, : self._queries].view(rows, kv_heads, nodes, groups, dim).permute(0, 2, 1, 3, 4)
+            out = self._kv.new_zeros(self._rows_out, kv_heads * groups * dim)
+            self._buffers[dim] = q, q_view, out, out[: rows * nodes].view(*self._shape, dim)
+        return self._buffers[dim]
+
+    def _write(self, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write k and v (R, K, D), if any, into the nodes' slots; returns keys and values (B, K, width, D) to attend.
 
         Slots in pages are gathered.
         """
-        keys, values = self._kv[layer]
+        keys, values = slots
         into, at = self._fresh
         if k.shape[1]:
             k, v = self._fitted(k, self._shape[2]), self._fitted(v, self._shape[2])
@@ -380,14 +392,15 @@ class TreeAttention(SlotAttention):
 
     def mix(self, layer: int, traits: HeadTraits, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(R, heads, D) each -> (padded R, num_heads * D)."""
-        rows, nodes, kv_heads, _, dim = self._shape
-        keys, values = self._write(layer if traits.source is None else traits.source, k, v)
-        self._q_view.copy_(self._folded(q))
+        rows, nodes, kv_heads, groups = self._shape
+        queries, q_view, out, out_view = self._buffers_of(q.shape[2])
+        keys, values = self._write(self._slots_of(self._kv, layer, traits, q.shape[2]), k, v)
+        q_view.copy_(self._folded(q))
         mask = self._masks[self._windows[layer], self._causal[layer]]
-        mixed = attend(self._q, keys, values, mask, self._scale, traits)
-        mixed = mixed[:, :, : self._queries].view(rows, kv_heads, nodes, self._groups, dim)
-        self._out_view.copy_(mixed.permute(0, 2, 1, 3, 4))
-        return self._out
+        mixed = attend(queries, keys, values, mask, self._scale, traits)
+        mixed = mixed[:, :, : self._queries].view(rows, kv_heads, nodes, groups, -1)
+        out_view.copy_(mixed.permute(0, 2, 1, 3, 4))
+        return out
 
 
 class FusedTreeAttention(SlotAttention):
@@ -504,9 +517,9 @@ class ViewAttention(SlotAttention):
 
     def mix(self, layer: int, traits: HeadTraits, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(R, heads, D) each -> (padded R, num_heads * D)."""
-        rows, nodes, kv_heads, groups, dim = self._shape
-        source = layer if traits.source is None else traits.source
-        keys, values = self._cache.data[source, :, :, :kv_heads].unbind(0)
+        rows, nodes, kv_heads, groups = self._shape
+        dim = q.shape[2]
+        keys, values = self._slots_of(self._cache.data[:, :, :, :kv_heads], layer, traits, dim)
         row, fresh = self._cache.place(self._row, self._places[:, self._first :])
         if k.shape[1]:
             keys[row, :, fresh], values[row, :, fresh] = (self._fitted(x, kv_heads) for x in (k, v))
@@ -555,9 +568,10 @@ class WatchAttention(SlotAttention):
 
     def mix(self, layer: int, traits: HeadTraits, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(R, heads, D) each -> (padded R, num_heads * D); k and v equal the slots' content."""
-        _, nodes, kv_heads, groups, dim = self._shape
-        source = layer if traits.source is None else traits.source
-        keys, values = (x[self._at[0], :, self._at[1]].transpose(0, 1) for x in self._kv[source])
+        _, nodes, kv_heads, groups = self._shape
+        dim = q.shape[2]
+        slots = self._slots_of(self._kv, layer, traits, dim)
+        keys, values = (x[self._at[0], :, self._at[1]].transpose(0, 1) for x in slots)
         folded = self._folded(q)[0].transpose(0, 1).reshape(kv_heads, nodes * groups, dim)
         scores = (folded @ keys.transpose(1, 2)).mul_(self._scale if traits.scale is None else traits.scale)
         if traits.cap:

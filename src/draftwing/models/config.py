@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -344,7 +345,7 @@ class MoeConfig:
     num_experts_per_token: int
     intermediate_size: int  # inner width of an expert
     norm_topk_prob: bool  # True if the probabilities of the chosen experts are rescaled to sum to one
-    sparse_layers: tuple[bool, ...]  # for each layer, True if it has experts instead of an ordinary MLP
+    sparse_layers: tuple[bool, ...]  # for each layer, True if it has experts instead of an ordinary MLP, or beside it
     shared_size: int = 0  # inner width of the expert that every token goes through; 0 if there is none
     scale: float = 1.0  # factor of the weights
     # number of groups of experts, and those that a token chooses from; None without groups
@@ -468,10 +469,29 @@ class ModelConfig:
             return self.layer_sizes[layer]
         return LayerSizes(self.head_dim, self.num_kv_heads, self.intermediate_size, layer)
 
+    @cached_property
+    def slots(self) -> tuple[tuple[int, int], ...]:
+        """For each of ``layer_sizes``, the layer of slots that holds its keys and values, and the first word in these.
+
+        Layers with narrow heads share a layer of slots that is as wide as the widest heads.
+        """
+        found: list[tuple[int, int]] = []
+        num, places = 0, dict[int, tuple[int, int]]()  # the newest layer of slots by width, and the heads in it
+        for layer, sizes in enumerate(self.layer_sizes):
+            if sizes.source != layer:
+                found.append(found[sizes.source])
+                continue
+            index, place = places.get(sizes.head_dim, (num, 0))
+            if place == 0:
+                index, num = num, num + 1
+            found.append((index, place * self._words(sizes.head_dim)))
+            places[sizes.head_dim] = index, (place + 1) % (self.head_dim // sizes.head_dim)
+        return tuple(found)
+
     @property
     def num_slot_layers(self) -> int:
-        """The number of first layers that write keys and values into slots."""
-        return sum(sizes.source == layer for layer, sizes in enumerate(self.layer_sizes)) or self.num_layers
+        """The number of layers of slots."""
+        return max((index + 1 for index, _ in self.slots), default=self.num_layers)
 
     @property
     def num_slot_heads(self) -> int:
@@ -482,7 +502,12 @@ class ModelConfig:
     @property
     def slot_width(self) -> int:
         """Numbers in a head's keys of a slot, and in its values; in 8 bits, words of four bytes and a scale."""
-        return self.head_dim if self.kv_dtype is None else self.head_dim // 4 + 1
+        narrow = (self.head_dim // sizes.head_dim * self._words(sizes.head_dim) for sizes in self.layer_sizes)
+        return max([self._words(self.head_dim), *narrow])
+
+    def _words(self, head_dim: int) -> int:
+        """The words that a head of this width takes in a slot."""
+        return head_dim if self.kv_dtype is None else head_dim // 4 + 1
 
     @property
     def context_length(self) -> int:
@@ -898,6 +923,8 @@ def _query_scale(read: ConfigReader, family: Family, rotates: tuple[bool, ...]) 
 
 
 def _moe(read: ConfigReader, experts: ExpertTraits, layers: int) -> MoeConfig | None:
+    if experts.beside is not None and not read.flag(experts.beside, False):
+        return None
     # transformers 5 writes the second name; 4 wrote the first.
     keys = ("num_experts", "num_local_experts") if experts.count is None else (experts.count,)
     names = [key for key in keys if read.config.get(key) is not None]

@@ -91,6 +91,10 @@ class ExpertTraits:
     count: str | None = None  # the key of the number of experts, if it is not ``num_experts``
     per_token: str = "num_experts_per_tok"  # the key of the number of each token's experts
     has_dense_layers: bool = False  # ``mlp_only_layers`` and ``decoder_sparse_step`` name layers without experts
+    # experts next to the MLP of a layer instead of in its place, each with norms of their own, if the key is set
+    beside: str | None = None
+    router_scale: str | None = None  # the weight of a norm of what the router reads
+    expert_scale: str | None = None  # factors of the weights, one for each expert
     shared: str | None = None  # a further expert that every token goes through, weighted by ``shared_gate``
     shared_size: Key | None = None  # its width, or
     num_shared: Key | None = None  # how many times as wide as an expert it is
@@ -116,8 +120,9 @@ class ExpertTraits:
 
     @property
     def is_everywhere(self) -> bool:
-        """True if every layer has experts."""
-        return self.num_dense is None and self.every is None and not self.has_dense_layers
+        """True if every layer has experts, and nothing else."""
+        is_partial = self.num_dense is not None or self.every is not None or self.beside is not None
+        return not is_partial and not self.has_dense_layers
 
 
 @dataclass(frozen=True)
@@ -402,7 +407,13 @@ FAMILIES: Final[dict[str, Family]] = {
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
-        refused={"use_bidirectional_attention": ("vision",), "enable_moe_block": (False,)},
+        experts=ExpertTraits(
+            0, 0, router="router.proj",
+            matrices=("experts.{e}.gate_proj", "experts.{e}.up_proj", "experts.{e}.down_proj"),
+            size=Key("moe_intermediate_size", 0), normalise=True, per_token="top_k_experts",
+            beside="enable_moe_block", router_scale="router.scale", expert_scale="router.per_expert_scale",
+        ),
+        refused={"use_bidirectional_attention": ("vision",)},
     ),
     "exaone4": Family(
         "Exaone4ForCausalLM", 2048, kv_heads=32, eps=_EPS5, bos=0, eos=2, qk_norm="head", windows="pattern",

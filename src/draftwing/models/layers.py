@@ -44,7 +44,7 @@ def settled(x: Any) -> Any:
 
 
 def scaled(x: Any, factor: float) -> Any:
-    """Multiply rows of an embedding (R, H) by a factor."""
+    """Multiply rows (R, H) by a factor; overwrites a traced value."""
     if factor == 1:
         return x
     return x.scaled(factor) if isinstance(x, Traced) else x * factor
@@ -256,6 +256,7 @@ class Experts(nn.Module):
 
     Args:
         bias: (experts,) added to the scores by which experts are chosen, or None.
+        scales: (experts,) factors of the weights, or None.
     """
 
     def __init__(
@@ -265,10 +266,11 @@ class Experts(nn.Module):
         routing: Routing,
         shared: SharedExpert | None = None,
         bias: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.router, self.experts, self.shared = router, nn.ModuleList(experts), shared
-        self.routing, self.bias = routing, bias
+        self.routing, self.bias, self.scales = routing, bias, scales
 
     @property
     def num_bytes(self) -> int:
@@ -278,11 +280,18 @@ class Experts(nn.Module):
         shared = 0 if self.shared is None else self.shared.mlp.num_bytes
         return self.router.num_bytes + self.routing.num_per_token * expert.num_bytes + shared
 
-    def forward(self, x: Any, residual: Any = None) -> Any:
-        """(R, H) -> (R, H), plus ``residual`` if given. The results of the experts are summed in their order."""
+    def forward(self, x: Any, residual: Any = None, routed_by: Any = None) -> Any:
+        """(R, H) -> (R, H), plus ``residual`` if given. The results of the experts are summed in their order.
+
+        ``routed_by`` (R, H) is read by the router instead of x.
+        """
+        x = settled(x)
+        scores = self.router.forward(x if routed_by is None else routed_by)
         if isinstance(x, Traced):
-            return self._trace(x.settled(), residual)
-        weights, chosen = self.routing.choose(self.router.forward(x), self.bias)
+            return self._trace(x, scores, residual)
+        weights, chosen = self.routing.choose(scores, self.bias)
+        if self.scales is not None:
+            weights = weights * self.scales[chosen]
         weights = weights.to(x.dtype)
         out = torch.zeros_like(x)
         for index in sorted(set(chosen.flatten().tolist())):
@@ -293,8 +302,8 @@ class Experts(nn.Module):
             out = self.shared.forward(x, out)
         return out if residual is None else residual + out
 
-    def _trace(self, x: Traced, residual: Traced | None) -> Traced:
-        routed: Routed = self.router.forward(x).routed(self.routing, self.bias)
+    def _trace(self, x: Traced, scores: Any, residual: Traced | None) -> Traced:
+        routed: Routed = scores.routed(self.routing, self.bias, self.scales)
         if self.shared is not None:
             residual = self.shared.forward(x, residual)
         experts = cast(Sequence[GatedMLP], self.experts)
@@ -303,6 +312,30 @@ class Experts(nn.Module):
         pairs = routed.linear(x, ups, gathers=True, activation=experts[0].activation_name, clamp=clamp)
         pairs = routed.linear(pairs, downs, gathers=False, scale=experts[0].down.scale)
         return routed.combine(pairs, x.width, residual)
+
+
+class ExpertsBeside(nn.Module):
+    """An MLP and a mixture of experts next to each other (Gemma 4).
+
+    Args:
+        norms: of the MLP's input and output, of the experts' input and output, and of the router's input.
+    """
+
+    def __init__(self, mlp: GatedMLP | PlainMLP, experts: Experts, norms: Sequence[Norm]) -> None:
+        super().__init__()
+        self.mlp, self.experts = mlp, experts
+        self.mlp_in, self.mlp_out, self.experts_in, self.experts_out, self.router_in = norms
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weights that a token reads."""
+        return self.mlp.num_bytes + self.experts.num_bytes
+
+    def forward(self, x: Any) -> Any:
+        """(R, H) -> (R, H)."""
+        dense = settled(self.mlp_out.forward(self.mlp.forward(self.mlp_in.forward(x))))
+        mixed = self.experts.forward(self.experts_in.forward(x), routed_by=self.router_in.forward(x))
+        return add_normed(dense, mixed, self.experts_out)
 
 
 class LatentProjection(nn.Module):
@@ -396,19 +429,20 @@ class LayerInputs(nn.Module):
         table: (V, layers * width).
         projection: (layers * width, H).
         norm: of ``width``.
+        scale: factor of the token's rows.
     """
 
-    def __init__(self, table: Embedding, projection: Linear, norm: RMSNorm) -> None:
+    def __init__(self, table: Embedding, projection: Linear, norm: RMSNorm, scale: float) -> None:
         super().__init__()
-        self.table, self.projection, self.norm = table, projection, norm
+        self.table, self.projection, self.norm, self.scale = table, projection, norm, scale
 
-    def forward(self, ids: Tensor, x: Tensor) -> Sequence[Tensor]:
+    def forward(self, ids: Any, x: Any) -> list[Any]:
         """Tokens (R,) and their scaled embeddings (R, H) -> (R, width) for each layer."""
-        width = self.norm.weight.shape[0]
-        projected = scaled(self.projection.forward(x), x.shape[1] ** -0.5).view(len(x), -1, width)
-        tokens = scaled(self.table.forward(ids), width**0.5).view_as(projected)
-        both: Tensor = scaled(self.norm.forward(projected) + tokens, 2**-0.5)
-        return both.unbind(1)
+        width, tokens = self.norm.weight.shape[0], scaled(self.table.forward(ids), self.scale)
+        projected = self.projection.forward(x)
+        if isinstance(x, Traced):
+            return columns(add_normed(tokens, projected, self.norm), width)
+        return columns(tokens + self.norm.forward(projected.view(len(x), -1, width)).flatten(1), width)
 
 
 class GatedInput(nn.Module):
@@ -417,18 +451,20 @@ class GatedInput(nn.Module):
     def __init__(self, gate: Linear, projection: Linear, norm: RMSNorm, activation: str) -> None:
         super().__init__()
         self.gate, self.projection, self.norm = gate, projection, norm
-        self.activation = ACTIVATIONS[activation]
+        self.activation, self.activation_name = ACTIVATIONS[activation], activation
 
     @property
     def num_bytes(self) -> int:
         """Bytes of weights that a token reads."""
         return self.gate.num_bytes + self.projection.num_bytes
 
-    def forward(self, x: Tensor, own: Tensor) -> Tensor:
+    def forward(self, x: Any, own: Any) -> Any:
         """(R, H) and the layer's input (R, width) -> (R, H)."""
-        gated = self.activation(self.gate.forward(x)) * own
-        added: Tensor = add_normed(x, self.projection.forward(gated), self.norm)
-        return added
+        if isinstance(x, Traced):
+            gated = x.linear(self.gate.packed, activation=self.activation_name, times=own)
+        else:
+            gated = self.activation(self.gate.forward(x)) * own
+        return add_normed(x, self.projection.forward(gated), self.norm)
 
 
 class DecoderLayer(nn.Module):
@@ -437,7 +473,8 @@ class DecoderLayer(nn.Module):
     Args:
         input_norm: before attention, or None (EAGLE-1; OLMo 2).
         qkv: (H_in, (heads + 2 * KV heads) * width), queries first.
-        post_norm: before the MLP, or None: it reads the stream (OLMo 2), or what attention reads (``is_parallel``).
+        post_norm: before the MLP, or None: it reads the stream (OLMo 2, ``ExpertsBeside``), or what attention reads
+            (``is_parallel``).
         heads: number of query heads and of KV heads, and their width.
         norms: of queries and keys, or None: of each head (Qwen3), or of all heads together (OLMo 2). Values may have
             a norm, too (Gemma 4); keys have none if there are no KV heads.
@@ -455,7 +492,7 @@ class DecoderLayer(nn.Module):
         qkv: Linear | LatentProjection,
         out: Linear,
         post_norm: Norm | None,
-        mlp: GatedMLP | PlainMLP | Experts,
+        mlp: GatedMLP | PlainMLP | Experts | ExpertsBeside,
         heads: tuple[int, int, int],
         norms: Sequence[RMSNorm] | None = None,
         *,
@@ -496,6 +533,7 @@ class DecoderLayer(nn.Module):
     def mix(self, normed: Any, x: Any, attend: Attend, layer: int) -> Any:
         """The layer with a given attention input ``normed`` (R, H_in): draft networks read more than the stream x."""
         if self.is_parallel:
+            assert not isinstance(self.mlp, ExpertsBeside)
             normed = settled(normed)
             return self.mlp.forward(normed, self._attend(normed, x, attend, layer))
         norm = self.post_norm if self.out_norm is None and isinstance(self.post_norm, RMSNorm) else None
@@ -530,7 +568,7 @@ class DecoderLayer(nn.Module):
             return mixed
         return mixed.view(len(mixed), self.num_heads, -1)[..., : self.traits.value_dim].flatten(1)
 
-    def _add(self, part: Linear | GatedMLP | PlainMLP | Experts, read: Any, x: Any, norm: Norm | None) -> Any:
+    def _add(self, part: Any, read: Any, x: Any, norm: Norm | None) -> Any:
         """x (R, H) plus the normed result of a part."""
         return part.forward(read, x) if norm is None else add_normed(x, part.forward(read), norm)
 

@@ -35,6 +35,7 @@ from draftwing.models.layers import (
     ClampedMLP,
     DecoderLayer,
     Experts,
+    ExpertsBeside,
     GatedInput,
     GatedMLP,
     LatentProjection,
@@ -232,8 +233,8 @@ def _head_traits(config: ModelConfig, index: int) -> HeadTraits:
         rotation,
         query_scale,
         config.family.qk_norm in ("rotated", "unweighted"),
-        value_dim=None if sizes.head_dim == config.head_dim else sizes.head_dim,
         source=sizes.source if sum(sizes.source == other.source for other in config.layer_sizes) > 1 else None,
+        slots=config.slots[index] if config.slots else None,
     )
 
 
@@ -307,10 +308,16 @@ def read_layer(reader: Reader, config: ModelConfig, index: int, base: str | None
     has_bias = config.o_bias and mixer is None
     out_width = out_width or config.num_heads * value_dim
     out = scaled_matrix(reader.linear([base + output], [hidden], out_width, has_bias))
-    if family.experts is None or moe is None or not moe.sparse_layers[index]:
-        mlp: GatedMLP | PlainMLP | Experts = mlp_of(names.gate_up, names.down, sizes.intermediate_size, config.mlp_bias)
+    mlp: GatedMLP | PlainMLP | Experts | ExpertsBeside
+    post_norm, mixed = norm(names.mlp_in), family.experts if moe is not None and moe.sparse_layers[index] else None
+    if mixed is not None and mixed.beside is None:
+        mlp = _read_experts(reader, config, mixed, base, mlp_of)
     else:
-        mlp = _read_experts(reader, config, family.experts, base, mlp_of)
+        mlp = mlp_of(names.gate_up, names.down, sizes.intermediate_size, config.mlp_bias)
+        if mixed is not None:
+            assert post_norm is not None
+            experts = _read_experts(reader, config, mixed, base, mlp_of)
+            mlp, post_norm = ExpertsBeside(mlp, experts, _norms_beside(reader, config, mixed, base, post_norm)), None
     norms: Sequence[RMSNorm] | None = None
     if config.qk_norm and family.qk_norm == "unweighted":
         ones = RMSNorm(torch.ones(dim, dtype=reader.dtype, device=reader.device), config.rms_norm_eps)
@@ -325,7 +332,7 @@ def read_layer(reader: Reader, config: ModelConfig, index: int, base: str | None
         input_norm=norm(names.attention_in),
         qkv=qkv,
         out=out,
-        post_norm=norm(names.mlp_in),
+        post_norm=post_norm,
         mlp=mlp,
         heads=heads,
         norms=norms,
@@ -355,8 +362,10 @@ def _read_layer_inputs(reader: Reader, config: ModelConfig, rows: Tensor | None)
     rows = None if rows is None else rows.clamp(min=0)
     table = reader.embedding("model.embed_tokens_per_layer.weight", count, config.num_layers * width, rows)
     projection = reader.linear(["model.per_layer_model_projection"], [config.num_layers * width], hidden)
-    norm = read_norm(reader, config, "model.per_layer_projection_norm", width)
-    return LayerInputs(table, projection, cast(RMSNorm, norm))
+    norm = cast(RMSNorm, read_norm(reader, config, "model.per_layer_projection_norm", width))
+    projection.scale = hidden**-0.5
+    # The sum of both inputs is scaled by 2 ** -0.5, as its parts here.
+    return LayerInputs(table, projection, RMSNorm(norm.weight.detach() * 2**-0.5, norm.eps), (width / 2) ** 0.5)
 
 
 def _gates_last(config: ModelConfig) -> Tensor:
@@ -471,6 +480,7 @@ def _read_experts(
     if names.score_bias is not None:
         name = base + names.score_bias
         bias = reader.tensor(name, *(1,) * (len(reader.files.shape(name)) - 1), count).flatten()
+    scales = None if names.expert_scale is None else reader.tensor(base + names.expert_scale, count)
     shared = None
     if names.shared is not None and moe.shared_size:
         parts = [f"{names.shared}.{name}_proj" for name in ("gate", "up", "down")]
@@ -481,7 +491,22 @@ def _read_experts(
         moe.num_experts_per_token, names.scores, moe.norm_topk_prob, moe.groups, names.groups, moe.scale, names.sum_eps,
         names.scales_input,
     )  # fmt: skip
-    return Experts(router, experts, routing, shared, bias)
+    return Experts(router, experts, routing, shared, bias, scales)
+
+
+def _norms_beside(
+    reader: Reader, config: ModelConfig, names: ExpertTraits, base: str, mlp_in: Norm
+) -> tuple[Norm, Norm, Norm, Norm, Norm]:
+    """The norms of ``ExpertsBeside``, of which the first is ``mlp_in``."""
+    assert names.router_scale is not None
+    hidden = config.hidden_size
+    mlp_out, experts_in, experts_out = (
+        read_norm(reader, config, f"{base}{place}_feedforward_layernorm_{number}", hidden)
+        for place, number in (("post", 1), ("pre", 2), ("post", 2))
+    )
+    scale = reader.tensor(base + names.router_scale, hidden)
+    scale = scale.to(torch.promote_types(scale.dtype, torch.float32)) * hidden**-0.5
+    return mlp_in, mlp_out, experts_in, experts_out, RMSNorm(scale, config.rms_norm_eps)
 
 
 def _read_clamped(reader: Reader, config: ModelConfig, names: ExpertTraits, base: str) -> list[ClampedMLP]:
@@ -734,9 +759,9 @@ class LeanTarget(Target):
         source, where = read_config(folder), str(folder / "config.json")
         config = replace(ModelConfig.from_hf(source, where), kv_dtype=kv_dtype)
         runtime, layout = runtime_for(
-            dtype, device, config.head_dim, config.activation, is_dense=config.moe is None,
-            is_traceable=not config.family.is_layered, delta=config.delta,
-            latent=config.latent, may_round=True, prepack=prepack, quantize=quantize, fast=fast,
+            dtype, device, {config.head_dim, *(sizes.head_dim for sizes in config.layer_sizes)}, config.activation,
+            is_dense=config.moe is None and not config.family.is_layered, delta=config.delta, latent=config.latent,
+            may_round=True, prepack=prepack, quantize=quantize, fast=fast,
         )  # fmt: skip
         check_quantize(quantize, dtype, device, layout.runs)
         check_kv_dtype(kv_dtype, layout.runs)

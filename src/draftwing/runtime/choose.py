@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from draftwing.cpu.library import get_kernel
@@ -14,6 +16,7 @@ from draftwing.runtime.graphs import CudaRecorder, GraphRuntime
 
 _DIM = 32  # channels of a head that the kernel processes at a time
 _DELTA_DIM = 16  # the same in recurrent layers
+_MAX_DIM = 1024
 
 
 def can_trace(latent: LatentConfig | None) -> bool:
@@ -24,7 +27,7 @@ def can_trace(latent: LatentConfig | None) -> bool:
 def runtime_for(
     dtype: torch.dtype,
     device: torch.device,
-    head_dim: int,
+    head_dims: Collection[int],
     activation: str,
     *,
     is_dense: bool = True,
@@ -39,7 +42,8 @@ def runtime_for(
     """The runtime of a network on this machine, and the layout of its matrices.
 
     Args:
-        is_dense: True if it has no experts.
+        head_dims: the widths of its heads.
+        is_dense: True if CUDA graphs can record it: it has no experts.
         is_traceable: True if the CPU kernel has all of its operations.
         delta: sizes of its recurrent layers, if it has any.
         latent: widths of its latent attention, if it has that.
@@ -54,7 +58,8 @@ def runtime_for(
     is_supported &= all(width % _DELTA_DIM == 0 for width in widths)
     is_supported &= can_trace(latent)
     is_supported &= device.type == "cpu" and is_traceable and activation in ACTIVATIONS
-    kernel = get_kernel() if prepack and is_supported and head_dim % _DIM == 0 and head_dim <= 1024 else None
+    is_supported &= all(dim % _DIM == 0 and dim <= _MAX_DIM for dim in head_dims)
+    kernel = get_kernel() if prepack and is_supported else None
     if kernel is not None:
         quantize = "int8" if fast and kernel.has_int8 else quantize
         return KernelRuntime(kernel), Layout("kernel", quantize, rounds=quantize is None and dtype == torch.bfloat16)

@@ -54,7 +54,7 @@ class NetShape:
     has_plain_heads: bool = True  # see ``HeadTraits.is_plain``
     # words of a head's keys in a slot of 8 bits (``ModelConfig.slot_width``); 0: slots hold numbers
     narrow_width: int = 0
-    num_slot_layers: int = 0  # layers with slots, if fewer than ``num_layers`` (``ModelConfig.num_slot_layers``)
+    num_slot_layers: int = 0  # layers of slots, if fewer than ``num_layers`` (``ModelConfig.slots``)
     num_slot_heads: int = 0  # KV heads of a slot, if more than ``num_kv_heads`` (``ModelConfig.num_slot_heads``)
     delta: DeltaConfig | None = None  # the sizes of recurrent layers
     num_recurrent: int = 0  # number of these

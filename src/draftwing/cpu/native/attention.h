@@ -38,13 +38,13 @@ inline void rotate(const Op& op, const Batch& batch, const float* x, const float
     if (norm != nullptr && op.norms_rotated) norm_row(out, norm, dim, op.eps, out);
 }
 
-// B blocks of keys at a time: enough independent sums to hide the latency of an addition.
+// B blocks of keys of slots of `words` numbers at a time: enough independent sums to hide the latency of an addition.
 template <int Q, int B>
-inline void score_blocks(const float* queries, int dim, const float* keys, float* scores, size_t stride) {
+inline void score_blocks(const float* queries, int dim, const float* keys, int words, float* scores, size_t stride) {
     v16 sum[Q][B] = {};
     for (int d = 0; d < dim; ++d) {
         v16 key[B];
-        for (int b = 0; b < B; ++b) key[b] = load(keys + (b * dim + d) * KEYS);
+        for (int b = 0; b < B; ++b) key[b] = load(keys + (b * words + d) * KEYS);
 #pragma GCC unroll 8
         for (int q = 0; q < Q; ++q) {
             const v16 value = spread_from(queries + q * dim + d);
@@ -147,11 +147,11 @@ Seen seen_of(const Batch& batch, int row, int layer, int kv_head) {
 }
 
 template <int B = 1>
-inline void score(const float* queries, int count, int dim, const float* keys, float* scores, size_t stride) {
+inline void score(const float* queries, int count, int dim, const float* keys, int words, float* scores, size_t stride) {
     int q = 0;
-    for (; q + 6 <= count; q += 6) score_blocks<6, B>(queries + q * dim, dim, keys, scores + q * stride, stride);
-    for (; q + 3 <= count; q += 3) score_blocks<3, B>(queries + q * dim, dim, keys, scores + q * stride, stride);
-    for (; q < count; ++q) score_blocks<1, B>(queries + q * dim, dim, keys, scores + q * stride, stride);
+    for (; q + 6 <= count; q += 6) score_blocks<6, B>(queries + q * dim, dim, keys, words, scores + q * stride, stride);
+    for (; q + 3 <= count; q += 3) score_blocks<3, B>(queries + q * dim, dim, keys, words, scores + q * stride, stride);
+    for (; q < count; ++q) score_blocks<1, B>(queries + q * dim, dim, keys, words, scores + q * stride, stride);
 }
 
 // Computes the scores of the slots from index `begin` on, followed by those of the tree's slots. `score_block` computes those
@@ -205,17 +205,22 @@ inline const float* rotation_of(const Batch& batch, int row, int i, const int32_
     return batch.rotation + angle * 2 * batch.rotary_half;
 }
 
+// The first word of a layer's KV head in a row's slots.
+inline float* head_of(const Op& op, const Batch& batch, int row, int kv_head) {
+    return batch.cache + op.slot_layer * batch.layer_stride + row * batch.row_stride + kv_head * batch.head_stride;
+}
+
 // Writes the keys and values of a row's nodes into their slots, for one KV head.
 void write_slots(const Op& op, const Batch& batch, int row, int kv_head) {
-    if (batch.watch != nullptr) return;
-    const int dim = op.head_dim, words = slot_words(batch, dim), width = batch.widths[op.source];
+    if (batch.watch != nullptr || op.reads_only) return;
+    const int dim = op.head_dim, words = batch.slot_words, width = batch.widths[op.source];
     const int shared = op.shared_dim, key_dim = dim - shared, after_keys = op.num_heads * dim + op.num_kv_heads * key_dim;
-    float* keys = batch.cache + op.layer * batch.layer_stride + row * batch.row_stride + kv_head * batch.head_stride;
-    float* values = keys + batch.value_stride;
+    float* head = head_of(op, batch, row, kv_head);
+    float *keys = head + op.slot_first * batch.key_block, *values = head + batch.value_stride + op.slot_first;
     const Slots at = slots_of(batch, row);
     int32_t* depths = attention_depths.get<int32_t>(batch.tree_nodes);
     depths_of(batch, row, depths);
-    float turned[1024], joined[1024];
+    float turned[1024], joined[1024], normed[1024];
     for (int i = 0; i < batch.nodes; ++i) {
         const int slot = static_cast<int>(batch.lengths[row]) + batch.first_node + i;
         const float* in = batch.buffers[op.source] + (static_cast<size_t>(row) * batch.nodes + i) * width;
@@ -226,7 +231,11 @@ void write_slots(const Op& op, const Batch& batch, int row, int kv_head) {
             own = joined;
         }
         rotate(op, batch, own, op.k_norm, rotation_of(batch, row, i, depths), turned);
-        float *key = key_of(batch, keys, at, slot, words), *value = values + at(slot) * words;
+        if (op.v_norm != nullptr) {
+            norm_row(own_value, op.v_norm, op.value_dim, op.eps, normed);
+            own_value = normed;
+        }
+        float *key = key_of(batch, keys, at, slot), *value = values + at(slot) * words;
         if (has_narrow_slots(batch)) {
             write_narrow(turned, dim, own_value, op.value_dim, key, value);
             continue;
@@ -240,15 +249,16 @@ void write_slots(const Op& op, const Batch& batch, int row, int kv_head) {
 void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, int end) {
     const int dim = op.head_dim, value_dim = op.value_dim, groups = op.num_heads / op.num_kv_heads, nodes = batch.nodes;
     const int length = static_cast<int>(batch.lengths[row]);
-    const Seen seen = seen_of(batch, row, op.layer, kv_head);
+    const int slot_head = kv_head * op.heads_apart;  // its number in views and watched weights
+    const Seen seen = seen_of(batch, row, op.layer, slot_head);
     const int upto = batch.first_node + end;  // ancestors precede a node
     const bool is_narrow = has_narrow_slots(batch);
-    const int words = slot_words(batch, dim), size = batch.key_block;
+    const int words = batch.slot_words, size = batch.key_block;
     const int padded = (seen.count + upto + size - 1) / size * size;
     const size_t stride = padded + 16;
     const int64_t* parents = batch.parents + static_cast<size_t>(row) * batch.tree_nodes;
-    float* keys = batch.cache + op.layer * batch.layer_stride + row * batch.row_stride + kv_head * batch.head_stride;
-    float* values = keys + batch.value_stride;
+    float* head = head_of(op, batch, row, kv_head);
+    float *keys = head + op.slot_first * batch.key_block, *values = head + batch.value_stride + op.slot_first;
     const Slots at = slots_of(batch, row);
     const float* qkv = batch.buffers[op.source];
     const int width = batch.widths[op.source], out_width = batch.widths[op.target];
@@ -276,7 +286,7 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
     const auto score_block = [&](int block, float* to, size_t apart) {
         const float* some = keys + at(block) * words;
         if (is_narrow) narrow->score(some, to, apart);
-        else score(queries, num_queries, dim, some, to, apart);
+        else score(queries, num_queries, dim, some, words, to, apart);
     };
     if (seen.slots != nullptr)
         score_view(seen, seen.from(lowest), length, upto, num_queries, size, scores, stride, score_block);
@@ -284,11 +294,11 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
         for (int block = lowest; block < padded; block += size) score_block(block, scores + block, stride);
     else
         for (int block = lowest; block < padded;) {
-            const float* some = keys + at(block) * dim;
+            const float* some = keys + at(block) * words;
             const int together = WIDE ? std::min(padded - block, PAGE - block % PAGE) / KEYS : 1;  // in one page
-            if (together == 4) score<4>(queries, num_queries, dim, some, scores + block, stride);
-            else if (together > 1) score<2>(queries, num_queries, dim, some, scores + block, stride);
-            else score(queries, num_queries, dim, some, scores + block, stride);
+            if (together == 4) score<4>(queries, num_queries, dim, some, words, scores + block, stride);
+            else if (together > 1) score<2>(queries, num_queries, dim, some, words, scores + block, stride);
+            else score(queries, num_queries, dim, some, words, scores + block, stride);
             block += (together == 3 ? 2 : together) * KEYS;
         }
 
@@ -300,12 +310,12 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
         for (int i = 0; i < PAGE; ++i) {
             const int place = std::min(first + i, seen.count + upto - 1);
             const int slot = place < seen.count ? seen.slots[place] : length + place - seen.count;
-            memcpy(page + i * words, values + at(slot) * words, words * sizeof(float));
+            memcpy(page + i * words, values + at(slot) * words, (dim / 4 + 1) * sizeof(float));
         }
         return page;
     };
     std::optional<NarrowWeights> weights;
-    if (is_narrow) weights.emplace(num_queries, dim, value_dim, seen.from(lowest) / size * size, padded, page_of);
+    if (is_narrow) weights.emplace(num_queries, dim, words, value_dim, seen.from(lowest) / size * size, padded, page_of);
     for (int i = begin; i < end; ++i) {
         const int depth = depths[batch.first_node + i], last = length + depth;
         for (int d = depth, node = batch.first_node + i; d >= 0; --d, node = static_cast<int>(parents[node])) path[d] = node;
@@ -321,7 +331,7 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
             memset(mixed + query * value_dim, 0, value_dim * sizeof(float));
             own[padded] = sum;  // stored after the scores until the values are summed
             if (batch.watch != nullptr) {
-                float* watched = batch.watch + op.layer * batch.watch_layer + kv_head * batch.watch_head;
+                float* watched = batch.watch + op.layer * batch.watch_layer + (slot_head + g * op.heads_apart / groups) * batch.watch_head;
                 for (int place = first; place < seen.count; ++place) watched[seen.slot(place)] += own[place] / sum;
             }
             if (!is_narrow) continue;
@@ -339,8 +349,8 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
     else if (op.window == 0) {
         for (int from = 0, to; from < seen.count; from = to) {  // all queries use a block of values while it is in the cache
             to = seen.run(from);
-            const float* some = values + at(seen.slot(from)) * dim;
-            mix_all(num_queries, scores + from, stride, some, dim, to - from, value_dim, mixed);
+            const float* some = values + at(seen.slot(from)) * words;
+            mix_all(num_queries, scores + from, stride, some, words, to - from, value_dim, mixed);
         }
     }
     for (int i = begin; i < end; ++i) {
@@ -360,10 +370,10 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
             }
             for (int from = op.window != 0 ? seen.from(low) : seen.count, to; from < seen.count; from = to) {
                 to = seen.run(from);
-                mix<1>(own + from, stride, values + at(seen.slot(from)) * dim, dim, to - from, value_dim, sums);
+                mix<1>(own + from, stride, values + at(seen.slot(from)) * words, words, to - from, value_dim, sums);
             }
             for (int d = low > length ? low - length : 0; d <= depth; ++d) {
-                const float* value = values + at(length + path[d]) * dim;
+                const float* value = values + at(length + path[d]) * words;
                 const v16 weight = spread(own[seen.count + d]);
                 for (int part = 0; part < value_dim; part += 16) store(sums + part, load(sums + part) + load(value + part) * weight);
             }
@@ -383,7 +393,7 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
 // A short convolution of a row's nodes along their paths, over the channels that the slots of one KV head hold: `num_in`
 // channels of b * x, half of a head's in its keys, half in its values. The source's columns are b, gates of the result, x.
 void convolve(const Op& op, const Batch& batch, int row, int kv_head) {
-    const int dim = slot_words(batch, op.head_dim), channels = op.num_in, first = 2 * dim * kv_head;
+    const int dim = batch.slot_words, channels = op.num_in, first = 2 * dim * kv_head;
     const int count = std::min(2 * dim, channels - first);
     if (count <= 0) return;
     const int width = batch.widths[op.source], out_width = batch.widths[op.target];
@@ -396,7 +406,7 @@ void convolve(const Op& op, const Batch& batch, int row, int kv_head) {
     for (int i = 0; i < batch.nodes && batch.watch == nullptr; ++i) {
         const float* in = batch.buffers[op.source] + (static_cast<size_t>(row) * batch.nodes + i) * width + first;
         const int slot = length + batch.first_node + i;
-        float *key = key_of(batch, keys, at, slot, dim), *value = values + at(slot) * dim;
+        float *key = key_of(batch, keys, at, slot), *value = values + at(slot) * dim;
         for (int d = 0; d < in_keys; ++d) key[d * batch.key_block] = in[d] * in[2 * channels + d];
         for (int d = in_keys; d < count; ++d) value[d - dim] = in[d] * in[2 * channels + d];
     }
@@ -408,7 +418,7 @@ void convolve(const Op& op, const Batch& batch, int row, int kv_head) {
         for (int tap = op.num_out - 1; tap >= 0 && length + node >= 0; --tap) {
             const int64_t slot = length + node;
             const float* weight = static_cast<const float*>(op.weight) + static_cast<size_t>(tap) * channels + first;
-            const float *key = key_of(batch, keys, at, slot, dim), *value = values + at(slot) * dim;
+            const float *key = key_of(batch, keys, at, slot), *value = values + at(slot) * dim;
             for (int d = 0; d < in_keys; ++d) sums[d] = fused(key[d * batch.key_block], weight[d], sums[d]);
             for (int d = in_keys; d < count; ++d) sums[d] = fused(value[d - dim], weight[d], sums[d]);
             node = node >= 0 ? parents[node] : node - 1;

@@ -99,7 +99,10 @@ void choose_experts(const Op& op, const float* scores, int32_t* chosen, float* w
     if (op.scores == CHOSEN) softmax(own, padded_width(k));
     float total = op.eps;
     for (int i = 0; i < k; ++i) total += own[i];
-    for (int i = 0; i < k; ++i) weights[i] = (op.normalises ? own[i] / total : own[i]) * op.scale;
+    for (int i = 0; i < k; ++i) {
+        weights[i] = (op.normalises ? own[i] / total : own[i]) * op.scale;
+        if (op.scales != nullptr) weights[i] *= op.scales[chosen[i]];
+    }
 }
 
 // Sorts the pairs of rows and experts, by expert and then by row.

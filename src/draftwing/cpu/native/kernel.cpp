@@ -95,9 +95,9 @@ void draftwing_run(const Op* ops, int32_t num_ops, const Batch* batch, int32_t n
 }
 
 // Moves the accepted nodes of every row to the slots after the committed ones. A row's path has `width` nodes, the root
-// first, padded with -1; rows are `stride` apart. A slot's keys, and its values, are `words` words.
-void draftwing_commit(const Batch* batch, int32_t layers, int32_t kv_heads, int32_t words, const int64_t* path, int32_t width,
-                      int32_t stride) {
+// first, padded with -1; rows are `stride` apart.
+void draftwing_commit(const Batch* batch, int32_t layers, int32_t kv_heads, const int64_t* path, int32_t width, int32_t stride) {
+    const int words = batch->slot_words;
     for (int row = 0; row < batch->rows; ++row) {
         const Slots at = slots_of(*batch, row);
         for (int d = 1; d < width && path[row * stride + d] >= 0; ++d) {
@@ -108,8 +108,8 @@ void draftwing_commit(const Batch* batch, int32_t layers, int32_t kv_heads, int3
                 for (int head = 0; head < kv_heads; ++head) {
                     float* keys = batch->cache + layer * batch->layer_stride + row * batch->row_stride + head * batch->head_stride;
                     float* values = keys + batch->value_stride;
-                    const float* key = key_of(*batch, keys, at, from, words);
-                    float* moved = key_of(*batch, keys, at, to, words);
+                    const float* key = key_of(*batch, keys, at, from);
+                    float* moved = key_of(*batch, keys, at, to);
                     for (int i = 0; i < words; ++i) moved[i * batch->key_block] = key[i * batch->key_block];
                     memcpy(values + at(to) * words, values + at(from) * words, words * sizeof(float));
                 }
@@ -133,7 +133,7 @@ void draftwing_verify(const Op* ops, int32_t num_ops, const Batch* batch, const 
     run_program(ops, num_ops, batch, num_threads);
     const int32_t nodes = batch->nodes;
     draftwing_accept(batch->buffers[args->logits], batch->rows, nodes, batch->tokens, batch->parents, args);
-    draftwing_commit(batch, args->layers, args->kv_heads, args->words, args->found + 5, nodes, static_cast<int32_t>(found_width(nodes)));
+    draftwing_commit(batch, args->layers, args->kv_heads, args->found + 5, nodes, static_cast<int32_t>(found_width(nodes)));
     if (args->out >= 0) keep_outs(*batch, *args);
 }
 

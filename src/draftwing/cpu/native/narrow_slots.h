@@ -72,12 +72,12 @@ inline void interleave(const int8_t* slots, int stride, int count, int8_t* __res
 class NarrowWeights {
   public:
     template <typename F>
-    NarrowWeights(int count, int dim, int value_dim, int begin, int end, F page_of)
-        : count_(count), dim_(dim), value_dim_(value_dim), begin_(begin), end_(end), stride_(row_bytes(static_cast<size_t>(end - begin) * ROW_WORDS)),
+    NarrowWeights(int count, int dim, int words, int value_dim, int begin, int end, F page_of)
+        : count_(count), slot_bytes_(4 * words), value_dim_(value_dim), begin_(begin), end_(end), stride_(row_bytes(static_cast<size_t>(end - begin) * ROW_WORDS)),
           rows_(narrow_rows.get<uint8_t>(padded_rows(2 * count) * stride_)), scales_(narrow_factors.get<float>(end)) {
         for (int place = begin; place < end; place += PAGE) {
             const float* page = page_of(place) + dim / 4;
-            for (int i = 0; i < PAGE; ++i) scales_[place + i] = page[i * (dim / 4 + 1)];
+            for (int i = 0; i < PAGE; ++i) scales_[place + i] = page[i * words];
         }
     }
 
@@ -112,7 +112,7 @@ class NarrowWeights {
 
     // The sums of the rounded weights times values: (count, value_dim), exact but for the last rounding to float32.
     template <typename F> void mix(F page_of, float* out) const {
-        const int dim = dim_, value_dim = value_dim_;
+        const int value_dim = value_dim_;
         double* totals = narrow_totals.get<double>(static_cast<size_t>(count_) * value_dim);
         memset(totals, 0, sizeof(double) * count_ * value_dim);
         int8_t* values = narrow_values.get<int8_t>(VALUES * TILE);
@@ -123,7 +123,7 @@ class NarrowWeights {
                 const int width = std::min(TILE, value_dim - first);
                 for (int i = 0; i < num; i += PAGE) {
                     const int8_t* page = reinterpret_cast<const int8_t*>(page_of(from + i)) + first;
-                    for (int j = 0; j < PAGE; j += 4) interleave(page + j * (dim + 4), dim + 4, width, values + (i + j) * TILE);
+                    for (int j = 0; j < PAGE; j += 4) interleave(page + j * slot_bytes_, slot_bytes_, width, values + (i + j) * TILE);
                 }
                 byte_sums(rows_ + static_cast<size_t>(from - begin_) * ROW_WORDS, stride_, values, num, 2 * count_,
                           reinterpret_cast<i16(*)[PARTS]>(sums));
@@ -138,7 +138,7 @@ class NarrowWeights {
     }
 
   private:
-    int count_, dim_, value_dim_, begin_, end_;
+    int count_, slot_bytes_, value_dim_, begin_, end_;
     size_t stride_;
     uint8_t* rows_;
     float* scales_;

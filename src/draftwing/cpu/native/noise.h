@@ -206,7 +206,7 @@ struct AcceptArgs {
     const Filter* filters;  // (rows) make scores from logits; null if these are scores
     int64_t* found;  // (rows, 5 + 2 * nodes): see `draftwing_accept`
     int32_t logits, out;  // the target's buffers; out -1: none
-    int32_t layers, kv_heads, words;  // of the target's KV slots: see `draftwing_commit`
+    int32_t layers, kv_heads;  // of the target's KV slots: see `draftwing_commit`
 };
 
 inline int64_t found_width(int32_t nodes) { return 5 + 2 * static_cast<int64_t>(nodes); }

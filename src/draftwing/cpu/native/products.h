@@ -26,17 +26,21 @@ extern "C" {
 struct Op {
     int32_t kind, source, target, column;  // column: first column of the result in the target's rows
     int32_t num_in, num_out, epilogue, format;  // format: of the weight; num_out of CONVOLVE and RECUR: tokens
-    int32_t num_heads, num_kv_heads, head_dim, layer;  // RECUR: value and key heads, width of a key head; num_in: of a value head
+    int32_t num_heads, num_kv_heads, head_dim, layer;  // RECUR: value and key heads, width of a key head; num_in: of a value head. NORM: num_heads norms of num_in columns each; 0: one
     int32_t window;  // tokens that a query sees; negative: those of its chunk of that many tokens; 0: all
-    int32_t first;  // of NORM and COPY: first column to read
+    int32_t first;  // of NORM, COPY and LINEAR: first column to read
     int32_t row_form;  // of LINEAR: how rows are converted for weights in BFLOAT16 or blocks
     int32_t is_gated;  // of LINEAR with an activation: half of the outputs are gates of the others; of ATTEND: gates follow values
+    int32_t multiplies;  // of LINEAR: the result is multiplied by what it overwrites
     int32_t centers;  // the norm is a LayerNorm
     int32_t norms_rotated;  // of ATTEND: heads are normed after their rotation
     int32_t is_tiled;  // of RECUR: the result begins with the first value head of every key head
     int32_t rotation_first, rotation_pairs;  // of ATTEND: the factors that it uses; 0 pairs: all, -1: none
     int32_t value_dim;  // of ATTEND: width of a head's values, at most head_dim
     int32_t shared_dim;  // of ATTEND: first channels of the keys, which all heads share; their columns follow the values
+    int32_t slot_layer, slot_first;  // of ATTEND: the layer of its slots, and the first word of its heads in these
+    int32_t reads_only;  // of ATTEND: another layer has written its keys and values
+    int32_t heads_apart;  // of ATTEND: heads of slots, in views and watched weights, for each KV head of this layer
     int32_t query_scale;  // of ATTEND: 1 + the factor whose real part multiplies queries; 0: none
     int32_t routes;  // of EXPERTS and COMBINE: the buffer that ROUTE wrote
     int32_t num_experts, num_chosen;  // of ROUTE, EXPERTS and COMBINE: experts of a layer, and of a row
@@ -44,16 +48,17 @@ struct Op {
     int32_t scales_input;  // of EXPERTS that gather: rows are multiplied by their weights, which COMBINE then leaves out
     int32_t scores, normalises, num_groups, num_kept_groups, sums_two;  // of ROUTE: see `Routing` in layers.py; 0 groups: none
     float eps;  // of a norm, or of the sum of a row's weights in ROUTE; alpha of CLAMPED
-    float scale;  // of scores, of ROUTE's weights, or of the result of EMBED, LINEAR and EXPERTS, where 0 is none
+    float scale;  // of scores, of ROUTE's weights, or of the result of EMBED, COPY, LINEAR and EXPERTS, where 0 is none
     float cap;  // scores or results are capped to cap * tanh(x / cap), 0: not; the limit of CLAMPED
     const float* norm;  // (num_in): norm applied to the source; null: none
     const void* weight;  // packed; of EXPERTS: (num_experts) Expert
-    const float* scales;  // (padded num_out), of int8
+    const float* scales;  // (padded num_out), of int8; of ROUTE: (num_experts) factors of the weights
     const int32_t* sums;  // (padded num_out), of int8: contribution of the rows' offset of 128
     const float* bias;  // (padded num_out)
     const int64_t* places;  // (num_out): target column of each output; null: consecutive
     const float* q_norm;  // (head_dim)
     const float* k_norm;
+    const float* v_norm;
     const float* norm_bias;  // (num_in); null: none
     const float* sinks;  // (num_heads): a further score of each query; null: none
 };
@@ -71,6 +76,7 @@ struct Batch {
     int32_t rows, nodes, first_node, tree_nodes;  // nodes run per row, from first_node on, of tree_nodes
     int32_t rotary_half, rotation_by_row;
     int32_t key_block;  // slots whose keys are stored transposed together: KEYS, or PAGE if slots are in 8 bits
+    int32_t slot_words;  // of a slot's keys, and of its values: numbers, or (narrow_slots.h) bytes and their scale; heads may be narrower
     const int64_t* tokens;  // (rows * nodes)
     const int64_t* parents;  // (rows, tree_nodes)
     const int64_t* lengths;  // (rows) committed slots
@@ -109,13 +115,11 @@ inline Slots slots_of(const Batch& batch, int row) {
     return {batch.pages == nullptr ? nullptr : batch.pages + row * batch.page_stride};
 }
 
-// Words of a slot's keys, and of its values: numbers, or (narrow_slots.h) bytes and their scale.
 inline bool has_narrow_slots(const Batch& batch) { return batch.key_block == PAGE; }
-inline int slot_words(const Batch& batch, int dim) { return has_narrow_slots(batch) ? dim / 4 + 1 : dim; }
 
 // The first word of a slot's keys; the others are `key_block` words apart.
-inline float* key_of(const Batch& batch, float* keys, const Slots& at, int64_t slot, int words) {
-    return keys + at(slot / batch.key_block * batch.key_block) * words + slot % batch.key_block;
+inline float* key_of(const Batch& batch, float* keys, const Slots& at, int64_t slot) {
+    return keys + at(slot / batch.key_block * batch.key_block) * batch.slot_words + slot % batch.key_block;
 }
 }
 
@@ -242,7 +246,7 @@ void prepare(const Op& op, const Batch& batch, int first, int last, const Rows& 
     const bool is_narrow = op.format == INT8 || op.row_form;
     float* normed = is_narrow && op.norm != nullptr ? normed_row.get<float>(op.num_in) : nullptr;
     for (int r = first; r < last; ++r) {
-        const float* row = batch.buffers[op.source] + static_cast<size_t>(r) * batch.widths[op.source];
+        const float* row = batch.buffers[op.source] + static_cast<size_t>(r) * batch.widths[op.source] + op.first;
         if (!is_narrow) {
             norm_row(op, row, static_cast<float*>(rows.data) + r * rows.stride);
             continue;
@@ -274,7 +278,7 @@ void prepare(const Op& op, const Batch& batch, int first, int last, const Rows& 
 // The rows of a product, prepared by this thread or, in `shared` memory, by all threads.
 Rows rows_for(const Op& op, const Batch& batch, char* shared) {
     const int count = batch.rows * batch.nodes;
-    if (!needs_preparing(op)) return {batch.buffers[op.source], static_cast<size_t>(batch.widths[op.source]), nullptr};
+    if (!needs_preparing(op)) return {batch.buffers[op.source] + op.first, static_cast<size_t>(batch.widths[op.source]), nullptr};
     if (shared != nullptr) return prepared_at(op, count, shared);
     const Rows rows = prepared_at(op, count, prepared_rows.get<char>(prepared_bytes(op, count)));
     prepare(op, batch, 0, count, rows);
@@ -330,6 +334,13 @@ inline void put(float* to, v16 value, int room, bool add) {
     for (int i = 0; i < room; ++i) to[i] = add ? to[i] + value[i] : value[i];
 }
 
+inline v16 some_of(const float* from, int room) {
+    if (room >= 16) return load(from);
+    v16 some{};
+    for (int i = 0; i < room; ++i) some[i] = from[i];
+    return some;
+}
+
 void linear(const Op& op, const Batch& batch, const Rows& rows, int first_tile, int last_tile) {
     const int count = batch.rows * batch.nodes, width = batch.widths[op.target];
     const bool gated = op.is_gated, activates = op.epilogue >= SILU;
@@ -352,6 +363,7 @@ void linear(const Op& op, const Batch& batch, const Rows& rows, int first_tile, 
                     if (gated) value = value * up[r][c];
                     if (op.scale != 0.0f) value = value * op.scale;
                     if (op.cap != 0.0f) value = capped(value, op.cap);
+                    if (op.multiplies) value = value * some_of(row + 16 * c, room);
                 }
                 if (op.places == nullptr) {
                     put(row + 16 * c, value, room, op.epilogue == ADD);

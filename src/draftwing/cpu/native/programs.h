@@ -87,12 +87,17 @@ void piece(const Run& run, const Step& step, int which, Rows& rows, bool& is_pre
     } else if (op.kind == COMBINE) {
         combine_row(op, batch, which);
     } else if (op.kind == NORM) {
-        norm_row(op, batch.buffers[op.source] + which * from + op.first, batch.buffers[op.target] + which * to + op.column,
-                 op.epilogue == ADD);
+        const float* x = batch.buffers[op.source] + which * from + op.first;
+        float* out = batch.buffers[op.target] + which * to + op.column;
+        for (int norm = 0; norm < std::max(op.num_heads, 1); ++norm, x += op.num_in, out += op.num_in)
+            norm_row(op, x, out, op.epilogue == ADD);
     } else if (op.kind == COPY) {
-        for (int r = 0; r < count; ++r)
-            memcpy(batch.buffers[op.target] + r * to + op.column, batch.buffers[op.source] + r * from + op.first,
-                   op.num_in * sizeof(float));
+        for (int r = 0; r < count; ++r) {
+            const float* x = batch.buffers[op.source] + r * from + op.first;
+            float* out = batch.buffers[op.target] + r * to + op.column;
+            if (op.scale == 0.0f) memcpy(out, x, op.num_in * sizeof(float));
+            else for (int i = 0; i < op.num_in; ++i) out[i] = x[i] * op.scale;
+        }
     } else {
         const int64_t token = batch.tokens[which] < 0 ? 0 : batch.tokens[which];
         float* row = batch.buffers[op.target] + which * to + op.column;
