@@ -88,7 +88,7 @@ SAMPLINGS = {
 BATCHES = {
     "one": {"rows": (1,)},
     "ragged": {"rows": (0, 1, 2)},
-    "churn": {"rows": (0, 1, 2), "joins": (0, 0, 2), "leaves": {0: 1}},
+    "churn": {"rows": (0, 1, 2), "joins": (0, 0, 1), "leaves": {0: 1}},
 }
 
 

@@ -366,7 +366,7 @@ def _config(file: GgufFile) -> dict[str, Any]:
             config[key.name] = data.number(prefix + name)
     if not traits.is_head:
         config |= _windows(data, prefix, traits, family, layers, positions)
-    if family.experts is not None:
+    if family.experts is not None and family.experts.beside is None:
         config |= _experts(data, prefix, traits, family.experts)
     if isinstance(family.uses_qk_norm, Key):  # Llama 4 Maverick has none: llama.cpp, too, knows it by its experts
         is_maverick = data.integer(f"{prefix}expert_count") == 128
