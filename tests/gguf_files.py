@@ -144,6 +144,7 @@ FURTHER: dict[str, dict[str, Any]] = {
         "attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1, "intermediate_size_mlp": 96,
     },
     "gemma4": {**_TIED, "global_head_dim": 64, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 300},
+    "gemma4-moe": {**_TIED, "global_head_dim": 64, "moe_intermediate_size": 32},
 }  # fmt: skip
 
 
@@ -206,6 +207,12 @@ MODULE = {  # of MTP modules
 }  # fmt: skip
 
 
+GEMMA4_EXPERTS = {
+    "router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale",
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight", "experts.down_proj": "ffn_down_exps.weight",
+}  # fmt: skip
+
+
 def num_modules(config: dict[str, Any]) -> int:
     return config.get("num_nextn_predict_layers") or config.get("mtp_num_hidden_layers") or 0
 
@@ -232,6 +239,8 @@ def converted(config: dict[str, Any], name: str, weight: torch.Tensor) -> dict[s
         is_down = "down_proj" in name or "output_linear" in name
         parts = {"down": weight} if is_down else dict(zip(("gate", "up"), weight.chunk(2, 1), strict=True))
         return {f"blk.{layer}.ffn_{part}_exps.weight": matrices for part, matrices in parts.items()}
+    if kind == "gemma4_text" and (match := re.search(r"layers\.(\d+)\.((?:router|experts)\.\w+)$", name)):
+        return {f"blk.{match[1]}.{GEMMA4_EXPERTS[match[2]]}": weight}
     if name.endswith("kv_b_proj.weight"):
         sizes = [config["qk_nope_head_dim"], config["v_head_dim"]]
         keys, values = weight.view(heads, sum(sizes), -1).split(sizes, 1)
@@ -353,7 +362,8 @@ def add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     counts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     if experts := next((config[key] for key in counts if config.get(key)), None):
         writer.add_expert_count(experts)
-        writer.add_expert_used_count(config.get("moe_k") or config["num_experts_per_tok"])
+        used = ("moe_k", "top_k_experts", "num_experts_per_tok")
+        writer.add_expert_used_count(next(config[key] for key in used if config.get(key)))
     if config["model_type"] == "ernie4_5_moe":
         writer.add_expert_shared_feed_forward_length(config["moe_num_shared_experts"] * config["moe_intermediate_size"])
     if config["model_type"] == "llama4_text":

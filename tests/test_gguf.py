@@ -45,7 +45,7 @@ FAMILIES = {
 }
 # Families whose checkpoints have some tensors that files have in another form.
 REARRANGED = (
-    "granitemoe", "llama4", "deepseek-v2", "deepseek-v3", "qwen3.5", "qwen3.5-moe", "qwen3-next"
+    "granitemoe", "llama4", "deepseek-v2", "deepseek-v3", "qwen3.5", "qwen3.5-moe", "qwen3-next", "gemma4-moe"
 )  # fmt: skip
 EXPANDED = ["Q5_0", "Q5_1", "Q2_K", "Q3_K", "IQ3_S"]
 
@@ -441,6 +441,7 @@ def test_an_import_that_is_refused_leaves_nothing(source_of, tmp_path, monkeypat
         import_gguf(file, tmp_path / "out", "float64")
     for family, part in (
         ("gpt-oss", "all experts in one tensor"),
+        ("gemma4-moe", "all experts in one tensor"),
         ("deepseek-v3", "one matrix for latent keys and values"),
         ("qwen3-next", "other matrices of the gated delta rule"),
     ):
@@ -597,7 +598,7 @@ def test_what_a_file_leaves_to_llama_cpp(source_of, tmp_path, family, change, se
         ("glm4", lambda writer: writer.add_rope_dimension_sections([8, 12, 12, 0]), ("glm4.rope.dimension_sections",)),
         ("stablelm", extra("blk.0.attn_q_norm.weight", *[1] * 32), ("blk.0.attn_q_norm.weight", "stablelm")),
         ("llama4", stating("llama4.attention.sliding_window", 0), ("llama4.attention.sliding_window` 0",)),
-        ("gemma4", stating("gemma4.expert_count", 8), ("gemma4.expert_count` 8",)),
+        ("gemma4-moe", stating("gemma4.expert_gating_func", 2), ("gemma4.expert_gating_func` 2",)),
         ("gemma4", lambda writer: writer.add_feed_forward_length([64, 64, 96, 128, 128, 128]), ("widths [64, 64, 96",)),
         ("qwen3.5", stating("qwen35.ssm.inner_size", 64), ("qwen35.ssm.inner_size` 64", "time_step_rank` 6")),
         ("deepseek-v2", stating("deepseek2.expert_weights_norm", True, "BOOL"), ("deepseek2.expert_weights_norm",)),

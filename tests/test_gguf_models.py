@@ -150,7 +150,7 @@ def test_further_families_in_8_bits(family, further, tmp_path, without_tiles):
     file, texts = write(further(family), tmp_path / "m.gguf", lambda name, weight: "Q8_0"), []
     for draft in ("none", file):
         lm = dw.load(file, draft, device="cpu")
-        assert lm.target.runtime == ("torch" if family == "gemma4" else "kernel")
+        assert lm.target.runtime == "kernel"
         answers = lm.generate(PROMPTS, speculation=Budget(3), ignore_eos=True, max_tokens=16)
         texts.append([answer.token_ids for answer in answers])
     assert all(answer.stats.num_drafted for answer in answers)

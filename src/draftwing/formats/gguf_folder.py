@@ -366,7 +366,7 @@ def _config(file: GgufFile) -> dict[str, Any]:
             config[key.name] = data.number(prefix + name)
     if not traits.is_head:
         config |= _windows(data, prefix, traits, family, layers, positions)
-    if family.experts is not None and family.experts.beside is None:
+    if family.experts is not None and (family.experts.beside is None or data.integer(f"{prefix}expert_count", 0)):
         config |= _experts(data, prefix, traits, family.experts)
     if isinstance(family.uses_qk_norm, Key):  # Llama 4 Maverick has none: llama.cpp, too, knows it by its experts
         is_maverick = data.integer(f"{prefix}expert_count") == 128
@@ -615,6 +615,8 @@ def _experts(data: Metadata, prefix: str, traits: Architecture, experts: ExpertT
     key = f"{prefix}expert_feed_forward_length"
     if experts.size.name != "intermediate_size" or key in data:
         config[experts.size.name] = data.integer(key, minimum=1)
+    if experts.beside is not None:
+        config[experts.beside] = True
     if experts.num_dense is not None:
         config[experts.num_dense.name] = data.integer(f"{prefix}leading_dense_block_count", 0, minimum=0)
     if experts.every is not None:

@@ -104,6 +104,9 @@ _LAYERED = {
     "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm",
     "layer_output_scale": "layer_scalar",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
 }
 _LAYERED_OUTSIDE = {
     "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
@@ -124,9 +127,11 @@ _FUSED = {
     "ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps"),
 }
 # Tensors whose names in a checkpoint do not end in ``.weight`` or ``.bias``.
-_WHOLE_NAMES = ("attn_sinks", "exp_probs_b", "ssm_a", "ssm_dt", "layer_output_scale")
+_WHOLE_NAMES = (
+    "attn_sinks", "exp_probs_b", "ssm_a", "ssm_dt", "layer_output_scale", "ffn_gate_inp.scale", "ffn_down_exps.scale"
+)  # fmt: skip
 _ROWS = "moe_statics.e_score_correction_bias"  # is a matrix of one row in a checkpoint
-_LAYER_NAME = re.compile(r"blk\.(\d{1,6})\.((?:shortconv\.|nextn\.)?\w+)(?:\.(\d{1,6}))?(\.weight|\.bias)?")
+_LAYER_NAME = re.compile(r"blk\.(\d{1,6})\.((?:shortconv\.|nextn\.)?\w+(?:\.scale)?)(?:\.(\d{1,6}))?(\.weight|\.bias)?")
 
 
 @dataclass(frozen=True)
@@ -298,6 +303,10 @@ def _layer_names(family: Family) -> dict[str, str]:
             parts["ffn_gate_inp_shexp"] = experts.shared_gate
         if experts.score_bias is not None:
             parts["exp_probs_b"] = experts.score_bias
+        if experts.router_scale is not None:
+            parts["ffn_gate_inp.scale"] = experts.router_scale
+        if experts.expert_scale is not None:
+            parts["ffn_down_exps.scale"] = experts.expert_scale
     if names.sinks is not None:
         parts["attn_sinks"] = names.sinks
     return parts
@@ -519,9 +528,11 @@ def import_gguf(
     path, out = Path(path).expanduser().absolute(), Path(out).expanduser().absolute()
     with closing(open_file(path)) as file:
         files = folder_files(file)
-        family = FAMILIES[get_model_type(file)]
+        config, family = json.loads(files["config.json"]), FAMILIES[get_model_type(file)]
+        experts = family.experts
+        is_stacked = experts is not None and (experts.is_stacked or config.get(experts.beside))
         for is_other, feature in (
-            (family.experts is not None and family.experts.is_stacked, "all experts in one tensor"),
+            (is_stacked, "all experts in one tensor"),
             (family.is_latent, "one matrix for latent keys and values"),
             (family.delta is not None, "other matrices of the gated delta rule"),
         ):
@@ -531,8 +542,7 @@ def import_gguf(
                     "itself, or the model's Hugging Face folder."
                 )
         formats = Counter(info.kind for info in file.tensors.values())
-    config = {**json.loads(files["config.json"]), "dtype": dtype}
-    files["config.json"] = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    files["config.json"] = json.dumps({**config, "dtype": dtype}, indent=2, ensure_ascii=False) + "\n"
     with GgufWeights(path) as weights:
         sizes = {name: math.prod(weights.shape(name)) * getattr(torch, dtype).itemsize for name in weights.keys()}  # noqa: SIM118
         shards: list[dict[str, int]] = [{}]
