@@ -237,6 +237,7 @@ def test_cropped_caches_draft_path_by_path(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error", DraftwingWarning)  # it drafts
         target = AdapterTarget(model)
+    assert target.runs_paths
     prompts = [[5, 9, 5, 9, 5, 9, 11, 5, 9], [4], [9, 9, 30, 31, 9, 9]]
     expected = [plain_greedy(model, prompt, 12) for prompt in prompts]
     assert decode(target, prompts, LookupDrafter(VOCAB, 1), Budget(4, 3, 9), temperature=0.0) == expected

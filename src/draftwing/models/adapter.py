@@ -353,9 +353,9 @@ class AdapterTarget(Target):
         """A cache that keeps every position of every layer; None lets a recurrent model make its own."""
         if not self._crops:
             return None
-        from transformers import DynamicCache, EncoderDecoderCache
+        from transformers import DynamicCache
 
-        return EncoderDecoderCache(DynamicCache(), DynamicCache()) if self._has_two_caches else DynamicCache()
+        return DynamicCache()
 
     def _run(
         self, ids: Tensor, cache: Any, features: FeatureSpec = NO_FEATURES, start: int | None = None, **options: Any
@@ -427,17 +427,16 @@ class AdapterTarget(Target):
     def _choose(self, cache: Any) -> str | None:
         """Choose how to decode so that logits are the model's own; return why trees are not supported, or None."""
         self._positioned = self.supports_trees = self._crops = True
-        self._has_two_caches = False
         with self._rope.limited_to(_FAR), _without_step_limits(self.model):
             reason = self._why_no_trees(cache)
             if reason is None and self._decoding_error() > self._tolerance:
                 reason = "its cached keys cannot be rolled back"
             if reason is None:
                 return None
-            self.runs_paths, self._has_two_caches = True, hasattr(cache, "self_attention_cache")
+            self.runs_paths = True
             if self._can_crop(cache) and any(self._runs_paths_exactly() for self._positioned in (True, False)):
                 return None
-            self.runs_paths = self._has_two_caches = self._crops = self.supports_trees = False
+            self.runs_paths = self._crops = self.supports_trees = False
             errors = dict[bool, float]()
             for self._positioned in (True, False):
                 errors[self._positioned] = self._decoding_error()
