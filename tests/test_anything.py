@@ -147,7 +147,7 @@ def test_whatever_plain_decoding_takes_drafting_takes(lms, options, prompt):
 PATHS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=6)
 
 
-@examples(200)
+@examples(120)
 @given(st.dictionaries(st.sampled_from(["depth", "width", "nodes", "paths", "children"]), VALUES | PATHS, max_size=3))
 def test_a_budget(options):
     with works_or_is_refused():
@@ -183,7 +183,7 @@ SHAPES = [(), (2,), (0,), (2, 2), (1, 1, 1)]
 TENSORS = st.sampled_from([torch.full(shape, value) for shape in SHAPES for value in (5, 5.0, -1, True)])
 
 
-@examples(200)
+@examples(120)
 @given(VALUES | MESSAGES | TENSORS)
 def test_a_prompt(lms, prompt):
     with works_or_is_refused():
@@ -201,7 +201,7 @@ PARTS = TEXTS | VALUES | st.lists(TEXTS, max_size=3) | MESSAGES
 RECORDS = st.dictionaries(st.sampled_from(FORMS), PARTS, max_size=3)
 
 
-@examples(200)
+@examples(120)
 @given(RECORDS | VALUES)
 @example({"instruction": [], "input": "0"})
 def test_a_record(record):

@@ -15,9 +15,9 @@ import torch
 
 import test_exact
 from draftwing.accept import RULES, get_rule
+from draftwing.budget import CONFIG
 from draftwing.budget import acceptance as accepting
 from draftwing.budget.acceptance import Acceptance, Ranks
-from draftwing.budget.config import CONFIG
 from draftwing.budget.costs import TYPICAL, TYPICAL_GPU, Costs, Curve
 from draftwing.budget.planner import FEW_SHAPES, SHAPES, Planner, planner_for
 from draftwing.decode import Decoder

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from draftwing.budget.config import CONFIG
+from draftwing.budget import CONFIG
 from draftwing.budget.costs import TYPICAL, Costs, Curve, LearnedCosts
 
 COSTS = Costs(

@@ -82,8 +82,7 @@ ONE, RAGGED = [[3, 8, 12, 5]], [list(range(3, 23)), [4], [9, 9, 30, 31, 32]]
 @pytest.mark.parametrize(
     ("family", "prompts"),
     [
-        *(pytest.param(family, ONE, id=f"{family}-one") for family in LEAN),
-        *(pytest.param(family, ONE, id=f"{family}-one", marks=pytest.mark.full) for family in FURTHER),
+        *(pytest.param(family, ONE, id=f"{family}-one", marks=pytest.mark.full) for family in (*LEAN, *FURTHER)),
         *(pytest.param(family, RAGGED, id=f"{family}-ragged") for family in (*LEAN, *FURTHER)),
     ],
 )

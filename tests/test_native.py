@@ -45,6 +45,7 @@ def sanitizer(tmp_path_factory) -> list[str]:
     return flags if works else []
 
 
+@pytest.mark.full
 def test_concurrent_threads_compute_what_one_computes(sanitizer, tmp_path):
     """They run, draft, accept and make noise, while children are forked."""
     done = compiled("stress.cpp", tmp_path / "stress", *sanitizer)

@@ -142,7 +142,9 @@ def write(target: LeanTarget, drafter: OnlineDrafter | None, times: int) -> Stat
     return stats
 
 
-@pytest.mark.parametrize("prepack", [False, pytest.param(True, marks=needs_kernel)])
+@pytest.mark.parametrize(
+    "prepack", [pytest.param(False, marks=pytest.mark.full), pytest.param(True, marks=needs_kernel)]
+)
 def test_a_head_that_starts_wrong_gets_better(prepack, folder_of):
     target, drafter = make(folder_of("llama", head_dim=32), prepack=prepack)
     learner = drafter.learner

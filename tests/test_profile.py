@@ -14,7 +14,7 @@ import torch
 from conftest import build, refused
 from draftwing import decode
 from draftwing import measure as profile
-from draftwing.budget.config import CONFIG
+from draftwing.budget import CONFIG
 from draftwing.budget.costs import Costs
 from draftwing.decode import Decoder
 from draftwing.errors import ConfigError
@@ -206,7 +206,9 @@ def held_up_half_of_the_time():
     return held_up, lambda budget, rows: held_up("draft", budget.depth, budget.width, rows)
 
 
-@pytest.mark.parametrize("disturbance", [after_other_steps, held_up_half_of_the_time])
+@pytest.mark.parametrize(
+    "disturbance", [pytest.param(after_other_steps, marks=pytest.mark.full), held_up_half_of_the_time]
+)
 def test_costs_are_those_of_a_quiet_machine(disturbance, target, monkeypatch):
     verify, draft = disturbance()
     script = Script(

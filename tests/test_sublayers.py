@@ -118,7 +118,9 @@ def test_the_whole_target_drafts_what_it_says(parts, temperature, folder):
     assert 0 < stats.num_accepted == stats.num_drafted
 
 
-@pytest.mark.parametrize("engine", ["kernel", pytest.param("torch", marks=pytest.mark.full), "recorded"])
+@pytest.mark.parametrize(
+    "engine", ["kernel", *(pytest.param(name, marks=pytest.mark.full) for name in ("torch", "recorded"))]
+)
 def test_slots_that_a_draft_makes_are_the_targets(engine, folder):
     """Chains far beyond the slots that there are: the slots move, and both runners follow."""
     target = LeanTarget.from_folder(folder, prepack=engine == "kernel")

@@ -14,7 +14,7 @@ from functools import cached_property, partial
 
 import torch
 
-from draftwing.budget.config import CONFIG
+from draftwing.budget import CONFIG
 from draftwing.budget.costs import Costs, Curve
 from draftwing.decode import Decoder
 from draftwing.errors import ConfigError

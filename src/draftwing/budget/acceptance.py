@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 from torch import Tensor
 
-from draftwing.budget.config import CONFIG
+from draftwing.budget import CONFIG
 from draftwing.budget.costs import isotonic
 
 NUM_RANKS = CONFIG.tree.width

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, combinations, pairwise
 
-from draftwing.budget.config import CONFIG
+from draftwing.budget import CONFIG
 
 
 @dataclass(frozen=True)

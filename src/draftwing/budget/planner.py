@@ -35,8 +35,8 @@ import torch
 from torch import Tensor
 
 from draftwing.accept import get_rule
+from draftwing.budget import CONFIG
 from draftwing.budget.acceptance import Acceptance, Ranks, reached_nodes
-from draftwing.budget.config import CONFIG
 from draftwing.budget.costs import TYPICAL, TYPICAL_GPU, Costs, LearnedCosts
 from draftwing.methods.base import MAX_NODES, Budget, Drafter, cut_to_nodes
 from draftwing.models.context import Context, Row
