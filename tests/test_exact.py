@@ -64,8 +64,8 @@ from draftwing.tree import PAD, DraftTree, GrowthRule
 from pairwise import cover, groups_of
 
 VOCAB = SMALL["vocab_size"]
-MAX_TOKENS = 16
-LENGTH = 24  # of the texts that nets are trained on, in tokens
+MAX_TOKENS = 20
+LENGTH = 24  # tokens in each training text
 UPDATES, LR = 10, 2e-2  # for the nets that are trained here
 # The longest is longer than the window of mistral-window, the shortest leaves nothing to prefill.
 PROMPTS = ((9,), (4, *range(3, 23)), (3, 8, 12, 5, 8, 12))
@@ -326,7 +326,7 @@ DRAFTERS = {
     "eagle3-chain": Case(eagle(3), Budget(5), anything),
     "eagle3-level": Case(eagle(3), Budget(3, 6)),
     "eagle3-dynamic": Case(eagle(3), Budget(4, 8, 24)),
-    "eagle3-few-tokens": Case(eagle(3, draft_vocab_size=40), Budget(4, 8, 24), anything),
+    "eagle3-few-tokens": Case(eagle(3, draft_vocab_size=40), Budget(4, 8, 24)),
     "eagle3.1-dynamic": Case(eagle(3, fc_norm=True, norm_output=True), Budget(3, 8, 20)),
     "peagle-chain": Case(parallel, Budget(4), anything),
     "peagle-dynamic": Case(parallel, Budget(9, 4, 12), anything),
