@@ -38,14 +38,8 @@ ARCHITECTURES = {  # by model type
     "llama4_text": "llama4",
     "gemma4_text": "gemma4",
 }
-ADJACENT = (
-    "llama",
-    "smollm3",
-    "granite",
-    "granitemoe",
-    "arcee",
-    "mistral3",
-)  # RoPE turns adjacent numbers, unlike the checkpoint's
+# RoPE turns adjacent numbers, unlike the checkpoint's.
+ADJACENT = ("llama", "smollm3", "granite", "granitemoe", "arcee", "mistral3")
 SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe", "qwen3next")  # norms hold 1 + w
 SETTINGS = {  # the writer's methods by settings of a checkpoint
     "attention_multiplier": "attention_scale",
@@ -93,11 +87,8 @@ _ROPE = {
     "truncate": False,
 }
 _TIED = {"tie_word_embeddings": True}
-_HEADS = {
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-    "linear_num_value_heads": 6,
-}  # llama.cpp has one width for both
+# llama.cpp has one width for keys and values.
+_HEADS = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_value_heads": 6}
 _LATENT = {"qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "kv_lora_rank": 32, "moe_intermediate_size": 32}
 # Families of ``conftest.FURTHER`` that GGUF has: with what their files can state, and at least one layer of each kind.
 FURTHER: dict[str, dict[str, Any]] = {
@@ -200,7 +191,8 @@ def gguf_tensors(folder: Path) -> dict[str, np.ndarray]:
     return {name: weight.contiguous().numpy() for name, weight in stacked.items()}
 
 
-MODULE = {  # of MTP modules
+# The names of an MTP module's tensors in a file, by those in a checkpoint.
+MODULE = {
     "enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head.norm": "shared_head_norm",
     "embed_tokens": "embed_tokens", "shared_head.head": "shared_head_head", "pre_fc_norm_embedding": "enorm",
     "pre_fc_norm_hidden": "hnorm", "fc": "eh_proj", "norm": "shared_head_norm",

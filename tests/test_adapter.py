@@ -339,7 +339,7 @@ def test_the_states_of_a_tree_grow_with_its_depth():
     for parents in ([-1, *range(7)], [-1, *(i // 9 * 9 for i in range(60))]):
         ctx, alive = target.new_context(), []
         target.prefill(ctx, PROMPTS[0])
-        gc.collect()  # what earlier tests left is not to disappear while it counts
+        gc.collect()  # tensors of earlier tests must not be freed between two counts
 
         def count(*_, alive=alive):
             if len(alive) < 12:  # the deepest path comes first

@@ -464,9 +464,9 @@ class TracedAttention:
             program.add(
                 out.buffer, qkv.settled().buffer, kind=_RECUR, layer=self._num_recurrent, num_in=sizes.value_dim,
                 num_out=sizes.conv_size, num_heads=sizes.num_value_heads, num_kv_heads=sizes.num_key_heads,
-                head_dim=sizes.key_dim, scale=sizes.key_dim**-0.5, eps=mixer.eps, weight=mixer.weight.float(),
-                is_tiled=mixer.is_tiled,
-                norm=mixer.norm.float(), scales=-mixer.a_log.float().exp(), bias=mixer.dt_bias.float(),
+                head_dim=sizes.key_dim, scale=sizes.key_dim**-0.5, eps=mixer.eps, is_tiled=mixer.is_tiled,
+                weight=mixer.weight.float(), norm=mixer.norm.float(), scales=-mixer.a_log.float().exp(),
+                bias=mixer.dt_bias.float(),
             )  # fmt: skip
             self._num_recurrent += 1
             return out

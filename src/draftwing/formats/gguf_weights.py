@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -252,10 +253,9 @@ def _unfused(file: GgufFile, info: TensorInfo, parts: Mapping[str, str]) -> list
             f"{file.path}: {info.name} must hold {', '.join(_FUSED[part])}, found shape {list(info.shape)}. Download "
             "the file again."
         )
-    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
     return [
         (info.name.replace(f".{part}.", f".{own}."), slice(end - size, end))
-        for own, size, end in zip(_FUSED[part], sizes, ends, strict=True)
+        for own, size, end in zip(_FUSED[part], sizes, accumulate(sizes), strict=True)
     ]
 
 

@@ -406,10 +406,8 @@ def _read_delta(reader: Reader, config: ModelConfig, base: str) -> tuple[Linear,
     matrix = reader.linear([f"{base}in_proj_{name}" for name in names], outs, hidden, rows=None if is_split else rows)
     weight = reader.tensor(f"{base}conv1d.weight", delta.conv_width, 1, delta.conv_size)[:, 0].T.contiguous()
     a_log, dt_bias = (reader.tensor(f"{base}{name}", values) for name in ("A_log", "dt_bias"))
-    norm, is_tiled = (
-        reader.tensor(f"{base}norm.weight", delta.value_dim),
-        f"{base}out_proj_tiled.weight" in reader.files,
-    )
+    norm = reader.tensor(f"{base}norm.weight", delta.value_dim)
+    is_tiled = f"{base}out_proj_tiled.weight" in reader.files
     return matrix, GatedDelta(delta, weight, a_log, dt_bias, norm, config.rms_norm_eps, is_tiled=is_tiled)
 
 

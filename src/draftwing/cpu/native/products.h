@@ -26,7 +26,8 @@ extern "C" {
 struct Op {
     int32_t kind, source, target, column;  // column: first column of the result in the target's rows
     int32_t num_in, num_out, epilogue, format;  // format: of the weight; num_out of CONVOLVE and RECUR: tokens
-    int32_t num_heads, num_kv_heads, head_dim, layer;  // RECUR: value and key heads, width of a key head; num_in: of a value head. NORM: num_heads norms of num_in columns each; 0: one
+    // RECUR: value and key heads, width of a key head; num_in: of a value head. NORM: num_heads norms of num_in columns; 0: one
+    int32_t num_heads, num_kv_heads, head_dim, layer;
     int32_t window;  // tokens that a query sees; negative: those of its chunk of that many tokens; 0: all
     int32_t first;  // of NORM, COPY and LINEAR: first column to read
     int32_t row_form;  // of LINEAR: how rows are converted for weights in BFLOAT16 or blocks
@@ -76,7 +77,8 @@ struct Batch {
     int32_t rows, nodes, first_node, tree_nodes;  // nodes run per row, from first_node on, of tree_nodes
     int32_t rotary_half, rotation_by_row;
     int32_t key_block;  // slots whose keys are stored transposed together: KEYS, or PAGE if slots are in 8 bits
-    int32_t slot_words;  // of a slot's keys, and of its values: numbers, or (narrow_slots.h) bytes and their scale; heads may be narrower
+    // of a slot's keys, and of its values: numbers, or (narrow_slots.h) bytes and their scale; heads may be narrower
+    int32_t slot_words;
     const int64_t* tokens;  // (rows * nodes)
     const int64_t* parents;  // (rows, tree_nodes)
     const int64_t* lengths;  // (rows) committed slots
