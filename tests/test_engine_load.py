@@ -31,7 +31,7 @@ VOCAB = SMALL["vocab_size"]
 CHUNK = 24
 NAMES = ("none", "lookup-tree", "eagle1-rule", "eagle3-dynamic", "lm-tree")
 OTHERS = (
-    *("lm-rule", "eagle3-chain", "eagle1-rule-chain", "eagle3+lookup-rule", "lookahead", "skip-rule", "staged-rule"),
+    *("lm-rule", "eagle3-chain", "eagle1-rule-chain", "eagle3+lookup-rule", "lookahead", "skip-rule"),
     *("kangaroo-dynamic", "mtp-modules-tree", "mtp-dynamic", "view-snapkv", "medusa-rule", "eagle3-online-rule"),
     *("exit-dynamic", "dflash-chain", "suffix-tree", "lm-static", "eagle1-chain", "view-window", "self-chain"),
 )

@@ -29,7 +29,7 @@ from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.formats.identity import target_id
 from draftwing.methods.base import EAGLE_TREE, MEDUSA_TREE, Budget, Drafter, NoDrafter
 from draftwing.methods.block import BlockDrafter
-from draftwing.methods.causal_lm import CausalLMDrafter, StagedDrafter, TranslatingDrafter
+from draftwing.methods.causal_lm import CausalLMDrafter, TranslatingDrafter
 from draftwing.methods.eagle import ParallelDrafter
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
 from draftwing.methods.ensemble import CombinedDrafter, DraftCalibration
@@ -196,10 +196,6 @@ def begun_right(stats: Stats) -> bool:
     Deeper in a tree its right guess may not be among the likeliest of a level.
     """
     return stats.alpha[0] == 1
-
-
-def staged(lab: Lab, kind: str) -> Drafter:
-    return StagedDrafter(lab.perturbed, VOCAB)
 
 
 @cache
@@ -384,11 +380,6 @@ DRAFTERS = {
     "translated-static": Case(translated, Budget(paths=((0,), (1,), (0, 0), (1, 2), (1, 2, 0))), anything),
     "translated-rule": Case(translated, erratic(4, 3, 9), anything),
     "translated+lookup": Case(all_of(lookup, translated), Budget(4, 2, 12), anything),
-    "staged-chain": Case(staged, Budget(4)),
-    "staged-tree": Case(staged, Budget(5, 3, 9)),
-    "staged-rule": Case(staged, erratic(5, 3, 12)),
-    "staged-self": Case(lambda lab, kind: StagedDrafter(lab.itself, VOCAB), Budget(6), all_taken),
-    "staged+lookup": Case(all_of(lookup, staged), Budget(4, 2, 12)),
     "lookahead": Case(lookahead(5, 4, 5), Budget(4, 3), lambda stats: True),
     "lookahead-chain": Case(lookahead(3, 2, 2), Budget(4), lambda stats: True),
     "lookahead-rule": Case(lookahead(4, 3, 4), erratic(4, 3, 9), lambda stats: True),
@@ -423,8 +414,7 @@ VARIANTS = (
     "medusa-rule", "medusa-few-tokens", "hydra-static", "hydra-dynamic", "dflash-dynamic", "dflash-rule",
     "dspark-dynamic", "mtp-chain", "mtp-modules-chain", "mtp-modules-rule", "eagle1-online", "eagle3-online",
     "llma-chain", "rest-chain", "rest-tree", "suffix-chain", "suffix-tree", "eagle3+lookup-rule-chain",
-    "eagle1+eagle3", "self+lookup", "self+lm+lookup-rule", "staged-chain", "staged-tree", "staged-self",
-    "staged+lookup", "lookahead", "lookahead-chain", "lookahead+eagle3", "skip-chain", "skip-tree", "exit-dynamic",
+    "eagle1+eagle3", "self+lookup", "self+lm+lookup-rule",
     "exit-static", "kangaroo-chain", "kangaroo-dynamic", "domino-dynamic", "peagle-chain", "peagle-dynamic",
 )  # fmt: skip
 # What a target's family may matter to: its features, its LM head, its slots. Others meet a few families.
@@ -446,7 +436,6 @@ WEIGHED = (
     "llma-chain",
     "rest-chain",
     "lm+lookup",
-    "staged-chain",
     "lookahead-chain",
 )  # they give q, for the classic rules
 CLASSIC = {

@@ -149,30 +149,3 @@ def test_merge_paths_properties() -> None:
 )
 def test_merge_paths_by_hand(paths, max_nodes, wanted) -> None:
     assert merge_paths(0, paths, max_nodes) == wanted
-
-
-def test_what_follows_tokens_that_are_not_appended() -> None:
-    """The longest end of sequence and tokens together that stood in the sequence, and was followed there."""
-    rng = random.Random(7)
-    for tokens in sequences(8, 150):
-        automaton = SuffixAutomaton(tokens)
-        for _ in range(4):
-            extra = [rng.randrange(3) for _ in range(rng.randint(0, 4))]
-            most, least = rng.randint(1, 5), rng.randint(1, 3)
-            if tokens and rng.random() < 0.5:
-                at = rng.randrange(len(tokens))
-                extra = tokens[at : at + 4]
-            whole = tokens + extra
-            ends = {
-                length: [end for end in range(length, len(tokens)) if tokens[end - length : end] == whole[-length:]]
-                for length in range(1, len(whole) + 1)
-            }
-            longest = max((length for length, found in ends.items() if found), default=0)
-            found = automaton.after(extra, most, least)
-            if longest < least:
-                assert found == (0, [])
-            else:
-                assert found[0] == longest
-                assert found[1] in [tokens[end : end + most] for end in ends[longest]]
-        assert len(automaton) == len(tokens)
-        assert match_length(automaton) == longest_match(tokens)

@@ -2,8 +2,6 @@
 
     CausalLMDrafter    drafts with any model that shares the target's tokenizer
     TranslatingDrafter drafts with a model of another tokenizer: its context and its drafts are encoded again
-    StagedDrafter      the same draft in fewer passes, because prompt lookup guesses the draft model's tokens (staged
-                       speculation, Spector and Re, 2308.04623)
     CausalLMNet        the model in training: distilled from its target (DistillSpec 2310.08461)
 
 The draft model has KV slots for the same rows as the target: accepted nodes are committed there too, as far as they
@@ -33,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from draftwing.cpu.noise import noise_of
-from draftwing.errors import ConfigError, DraftwingError, DraftwingWarning, TokenizerError, UnsupportedError, shown
+from draftwing.errors import ConfigError, DraftwingError, DraftwingWarning, TokenizerError, UnsupportedError
 from draftwing.formats.doctor import Finding
 from draftwing.formats.identity import differences, has_tokenizer, made_for, target_id_of_folder
 from draftwing.formats.read import checked_training, is_head
@@ -42,7 +40,6 @@ from draftwing.formats.write import write_folder
 from draftwing.methods.base import Budget, Drafter, ListTree, no_probs, swap_remove
 from draftwing.methods.calibration import Calibration
 from draftwing.methods.ensemble import Union, unite
-from draftwing.methods.lookup import SuffixAutomaton
 from draftwing.methods.method import NetMethod, NewDrafter, NewNet, Source
 from draftwing.methods.net import DraftNet, TargetId, layer_names
 from draftwing.methods.net_drafter import NetDrafter
@@ -67,18 +64,15 @@ from draftwing.models.paged import SlotsExhausted, other_rows
 from draftwing.models.target import Target
 from draftwing.models.weights import WeightFiles, Weights
 from draftwing.noise import KeyedNoise
-from draftwing.runtime.forward import Entries, NetShape, TorchRuntime
+from draftwing.runtime.forward import NetShape, TorchRuntime
 from draftwing.runtime.tree_builder import (
     UNKNOWN_PROB,
-    AcceptRates,
-    Children,
     Drafted,
     DraftRequest,
-    prune_by_rule,
     together,
 )
 from draftwing.sampling import PENALTIES, Sampling, SamplingBatch
-from draftwing.text.tokenizer import Tokenizer, num_common
+from draftwing.text.tokenizer import Tokenizer
 from draftwing.text.translate import DraftText, Pieces, Translation
 from draftwing.torch_utils import inference
 from draftwing.tree import PAD, Accepted, DraftTree
@@ -392,156 +386,6 @@ class TranslatingDrafter(CausalLMDrafter):
         """Do nothing: the next request compares the draft with what the target wrote."""
 
 
-# --- drafting for the draft model by lookup --------------------------------------------------------------------------
-
-MIN_MATCH = 2  # tokens that must repeat before lookup guesses
-MAX_GUESSES = 8  # tokens guessed in one pass: at most one per matched token
-
-
-@dataclass
-class StagedRow:
-    """The last draft of a row, and an index of its tokens."""
-
-    guesses: SuffixAutomaton
-    start: int = 0  # the row's length at the last draft
-    run: list[int] = field(default_factory=list)  # the tokens whose slots lie from ``start`` on
-
-    def num_kept(self, row: Row) -> int:
-        """Return the number of slots that still hold the row's tokens."""
-        return self.start + num_common(self.run, row.tokens[self.start :])
-
-
-@dataclass
-class StagedDraft:
-    """A row's growing draft: the draft model's best tokens, and after each of them the likely children."""
-
-    read: int  # slots that hold the row's tokens and the draft's
-    fresh: list[int]  # the tokens to run next, ending with the newest drafted one
-    is_open: bool
-    tokens: list[int] = field(default_factory=list)
-    children: list[list[tuple[int, float]]] = field(default_factory=list)
-    guess: list[int] = field(default_factory=list)  # lookup's guesses, run behind them
-    reached: float = 1.0  # probability that the whole draft is accepted
-
-    def extend(self, levels: Sequence[Sequence[tuple[int, float]]], depth: int) -> None:
-        """Take the children after the last fresh token and after each guess, as long as guesses hold."""
-        self.read += len(self.fresh)
-        for number, children in enumerate(levels):
-            self.children.append(list(children))
-            self.tokens.append(children[0][0])
-            if len(self.tokens) == depth or number == len(self.guess) or self.guess[number] != self.tokens[-1]:
-                break
-            self.read += 1
-        self.fresh = self.tokens[-1:]
-        self.is_open = len(self.tokens) < depth
-
-    def proposal(self, root: int) -> ListTree:
-        """Return the draft with all siblings as a tree."""
-        tokens, parents, probs, trunk = [root], [-1], [1.0], 0
-        for children in self.children:
-            kept = [children[0], *(child for child in children[1:] if child[1] > 0)]
-            parents += [trunk] * len(kept)
-            trunk = len(tokens)
-            tokens += [token for token, _ in kept]
-            probs += [prob for _, prob in kept]
-        return ListTree(tokens, parents, probs)
-
-
-class StagedDrafter(CausalLMDrafter):
-    """A draft model that is itself drafted for by lookup (2308.04623).
-
-    The draft model's next tokens often appeared in the text before. Lookup guesses them, one pass scores all guesses,
-    and those that the model agrees with join the draft; the model's token replaces the first wrong one. The draft is
-    the one that the model makes alone, in fewer passes; the other likely tokens of each pass become siblings. Static
-    trees, children drawn from q, and penalties are drafted as by ``CausalLMDrafter``.
-    """
-
-    def __init__(self, model: Any, target_vocab_size: int) -> None:
-        super().__init__(model, target_vocab_size)
-        self.name = f"causal-lm ({model.name}, drafted for by lookup)"
-        self._rows: list[StagedRow] = []
-
-    def admit(self, ctx: Context, features: Tensor | None) -> None:
-        super().admit(ctx, features)
-        self._rows.append(StagedRow(SuffixAutomaton(), start=self._read[-1]))
-
-    def remove(self, ctx: Context, row: int) -> None:
-        super().remove(ctx, row)
-        swap_remove(self._rows, row)
-
-    @inference
-    def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
-        """Draft like the model alone, in as few passes as the guesses allow."""
-        for place, (row, staged) in enumerate(zip(ctx.rows, self._rows, strict=True)):
-            staged.guesses.extend_all(row.tokens[len(staged.guesses) :])
-            if staged.run:
-                self._read[place], staged.run = min(staged.num_kept(row), row.length), []
-        rooms = [self._room(row) for row in ctx.rows]
-        depth = min(budget.depth, min((room for room in rooms if room > 0), default=0))
-        if depth < 1 or budget.paths or budget.children not in ("keyed", "top") or sampling.penalises:
-            return super().propose(ctx, sampling, budget)
-        if budget.rule is not None:
-            depth = min(depth, len(budget.rule.gains))
-        self._drafted = None
-        drafts = []
-        for row, room, read in zip(ctx.rows, rooms, self._read, strict=True):
-            start = read if room > 0 else row.length
-            drafts.append(StagedDraft(start, row.tokens[start : row.length + 1], room > 0))
-        num_passes = 0
-        while any(draft.is_open for draft in drafts):
-            self._pass(ctx, sampling, budget, drafts, depth)
-            num_passes += 1
-        for place, (row, draft, room) in enumerate(zip(ctx.rows, drafts, rooms, strict=True)):
-            if room > 0:
-                self._read[place], staged = row.length, self._rows[place]
-                staged.start, staged.run = row.length, [row.tokens[-1], *draft.tokens][: draft.read - row.length]
-        # Keep the siblings that the budget has room for, or that its rule finds worth their verification.
-        unions = [unite([draft.proposal(row.tokens[-1])]) for row, draft in zip(ctx.rows, drafts, strict=True)]
-        for union in unions:
-            union.weigh(lambda union, node: union.given_probs[node][0])
-        tree = together(unions, [union.within(budget) for union in unions], ctx.device, float(num_passes))
-        return prune_by_rule(tree, budget.rule) if budget.rule else tree
-
-    def _pass(
-        self, ctx: Context, sampling: SamplingBatch, budget: Budget, drafts: Sequence[StagedDraft], depth: int
-    ) -> None:
-        """Run every row's fresh tokens with guesses behind them, and extend the drafts by the model's choices."""
-        for staged, draft in zip(self._rows, drafts, strict=True):
-            draft.guess = []
-            if draft.is_open:
-                max_guesses = min(MAX_GUESSES, depth - len(draft.tokens) - 1)
-                length, guess = staged.guesses.after(draft.tokens, max_guesses, MIN_MATCH)
-                draft.guess = guess[:length]
-        runs = [self._readable([*draft.fresh, *draft.guess]) for draft in drafts]
-        width = max(map(len, runs))
-        chain = DraftTree.chain(ctx.tensor([[*run, *[PAD] * (width - len(run))] for run in runs]))
-        logits, _ = self.runner.forward(Entries(chain, [draft.read for draft in drafts]))
-        assert logits is not None
-        # The likeliest children of every entry (B, W, C), best first, and their probabilities.
-        starts = [row.length + 1 for row in ctx.rows]
-        scores = sampling.scores(logits, ctx.roots(), None)
-        ranked = scores = scores.masked_fill(scores.isnan(), -torch.inf)
-        if budget.children == "keyed":
-            levels = [[max(len(draft.tokens) + i - len(draft.fresh) + 1, 0) for i in range(width)] for draft in drafts]
-            ranked = sampling.perturb(scores, ctx.tensor(levels), starts, max(map(max, levels)))
-        best = ranked.topk(min(budget.width, scores.shape[-1]), dim=-1).indices
-        children = Children(sampling, budget.children, self._calibration, starts)
-        probs = children.log_prob(scores, ranked, best).exp().clamp(max=1.0)
-        rule = budget.rule
-        rates = None if rule is None else AcceptRates(rule.knots, rule.rates)
-        for draft, row_tokens, row_probs in zip(drafts, best.tolist(), probs.tolist(), strict=True):
-            if not draft.is_open:
-                continue
-            first, before = len(draft.fresh) - 1, len(draft.tokens)
-            pairs = [list(zip(*entry, strict=True)) for entry in zip(row_tokens, row_probs, strict=True)]
-            draft.extend(pairs[first : first + 1 + len(draft.guess)], depth)
-            if rule is not None and rates is not None:
-                for level in range(before, len(draft.tokens)):
-                    draft.reached *= rates(draft.children[level][0][1], level)
-                last = len(draft.tokens) - 1
-                draft.is_open &= draft.reached * float(rule.gains[last]) > float(rule.costs[last])
-
-
 # --- the model in training -------------------------------------------------------------------------------------------
 
 INIT_STD = 0.02  # standard deviation of a new model's weights
@@ -758,20 +602,12 @@ def _translation(source: Source, tokenizer: Tokenizer, eos_ids: Sequence[int]) -
     return translation
 
 
-def _draft_option(value: Any) -> str:
-    if value not in ("lookup", "none"):
-        raise ConfigError(
-            f"draft_options: draft says what drafts for the draft model, found {shown(value)}: choose lookup or none"
-        )
-    return str(value)
-
-
 class CausalLM(NetMethod):
     """A smaller causal LM, as it is or trained for the target."""
 
     layouts = ()
     settings = ("num_layers", "hidden_size", "num_heads", "own_text")
-    options: ClassVar = {"draft": _draft_option}
+    options: ClassVar = {}
     loss = AlignedLoss
     calibrates = False
 
@@ -789,7 +625,7 @@ class CausalLM(NetMethod):
             )
         config = ModelConfig.from_hf(values, str(folder / "config.json"))
         translation = None if source.tokenizer is None else _translation(source, source.tokenizer, config.eos_ids)
-        staged, rows = source.options.get("draft") == "lookup", None
+        rows = None
         if translation is not None and translation.is_one_to_one:
             known = [*translation.to_draft, *[-1] * target.vocab_size][: target.vocab_size]
             rows = [token if token < config.vocab_size else -1 for token in known]
@@ -798,17 +634,11 @@ class CausalLM(NetMethod):
             rows=rows,
         )  # fmt: skip
         if translation is not None and rows is None:
-            if staged:
-                raise ConfigError(
-                    f"draft_options: draft={source.options['draft']!r} needs a draft model with the target's "
-                    f"tokenizer, and that of {source.name} is another: leave it out"
-                )
             return partial(TranslatingDrafter, model, target.vocab_size, translation)
         # The same tokenizer, but larger sizes of a family often pad their matrices to more rows.
         if source.tokenizer is not None and model.vocab_size != target.vocab_size:
             model = resized(model, target.vocab_size)
-        drafter = StagedDrafter if staged else CausalLMDrafter
-        return partial(drafter, model, target.vocab_size)
+        return partial(CausalLMDrafter, model, target.vocab_size)
 
     def drafter(self, net: Any, target: Target, name: str = "", identity: str = "") -> Drafter:
         return CausalLMDrafter(net.as_target(), target.vocab_size)

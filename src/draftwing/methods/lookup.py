@@ -157,30 +157,6 @@ class SuffixAutomaton:
             state = self._link[state]
         return chosen
 
-    def after(self, extra: Sequence[int], max_tokens: int, min_match: int = 1) -> tuple[int, list[int]]:
-        """Return the continuation of the longest suffix of the sequence plus ``extra`` that occurred in the sequence.
-
-        Nothing is appended: ``extra`` may turn out to be wrong. Returns the match's length and the 1 to ``max_tokens``
-        token ids after its latest recorded occurrence; ``(0, [])`` if nothing follows any match of at least
-        ``min_match`` tokens.
-        """
-        state = self._link[self._last] if self._last else 0
-        length = self._length[state]
-        for token in extra:
-            while state and token not in self._next[state]:
-                state = self._link[state]
-                length = self._length[state]
-            if token in self._next[state]:
-                state, length = self._next[state][token], length + 1
-        while state and self._first_end[state] == len(self._tokens):  # it only occurs at the very end
-            state = self._link[state]
-            length = self._length[state]
-        if not state or length < max(min_match, 1) or max_tokens < 1:
-            return 0, []
-        end = self._latest_end[state]
-        end = end if end < len(self._tokens) else self._first_end[state]
-        return length, self._tokens[end : end + max_tokens]
-
 
 def _choose(chosen: list[tuple[int, list[int]]], length: int, path: list[int], max_branches: int) -> None:
     """Add ``path``, which followed a match of ``length``, to ``chosen`` in place, unless it is a prefix of a path."""
