@@ -27,7 +27,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 DRAFTS = "none,eagle3,eagle1,causal-lm,lookup"
@@ -93,6 +92,7 @@ def main(
 ) -> None:
     """Compare two revisions."""
     # Here, since a worker imports another revision; prompts are read once, that both have the same.
+    from draftwing.cli.progress import progress
     from draftwing.lab.machine import describe_machine
     from draftwing.text.prompts import read_prompts, shipped_prompts
 
@@ -104,10 +104,16 @@ def main(
         caches = Path(folder, "before"), Path(folder, "after")
         for cache in caches:
             cache.mkdir(mode=0o700)
-        for plan in track(plans * rounds, "measuring", console=Console(stderr=True)):
-            one, other = (run(tree, cache, plan) for tree, cache in zip((before, after), caches, strict=True))
-            for name, own in one.items():
-                found.setdefault(name, []).append((own, other[name]))
+        latest = ""
+        with progress("processes", lambda: latest) as show:
+            for done, plan in enumerate(plans * rounds):
+                show(2 * done, 2 * rounds * len(plans))
+                one = run(before, caches[0], plan)
+                show(2 * done + 1, 2 * rounds * len(plans))
+                other = run(after, caches[1], plan)
+                for name, own in one.items():
+                    found.setdefault(name, []).append((own, other[name]))
+                    latest = f"{name}: {own[0]:.0f}, {other[name][0]:.0f} tokens/s"
     rows = {
         name: {
             "before": statistics.median(rate for (rate, _), _ in pairs),
