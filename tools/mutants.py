@@ -14,9 +14,11 @@ A mutant is an entry of a table under the name of its file in the package: the `
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import queue
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,7 +33,11 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLES = ROOT / "tools" / "mutants"
 PACKAGE = Path("src", "draftwing")
 NOT_COPIED = (".*", "__pycache__", "build", "dist", "*.egg-info", "results")
+OPTIONS = ("-m", "", "-p", "no:cacheprovider")
 TIMEOUT = 300  # seconds of one test; a mutant may well run for ever, and is found then
+# Imported once, by a process that forks for each mutant: importing takes longer than most tests.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["torch", "transformers", "pytest", "hypothesis", "typer.testing"])
 
 
 @dataclass(frozen=True)
@@ -91,19 +97,27 @@ def read_tables() -> list[Mutant]:
 
 def run(mutants: list[Mutant], folder: Path, jobs: int) -> int:
     """Run ``mutants`` in copies of the tree below ``folder``, and print each outcome."""
-    os.environ["DRAFTWING_TEST_CACHE"] = str(folder / "cache")  # see tests/conftest.py
-    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # a mutant may be as long and as old as what it came from
-    (folder / "cache").mkdir()
-    trees: queue.Queue[Path] = queue.Queue()
-    for number in range(jobs):
-        shutil.copytree(ROOT, folder / str(number), ignore=shutil.ignore_patterns(*NOT_COPIED))
-        trees.put(folder / str(number))
+    cache = folder / "cache"
+    cache.mkdir()
+    # As in tests/conftest.py, for what is imported before it.
+    os.environ |= {"DRAFTWING_TEST_CACHE": str(cache), "HF_HUB_CACHE": str(cache / "hub")}
+    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    first = folder / "0"
+    shutil.copytree(ROOT, first, ignore=shutil.ignore_patterns(*NOT_COPIED))
+    # A mutant may be as long and as old as what it came from: bytecode goes by what the file holds.
+    compiling = (sys.executable, "-m", "compileall", "-q", "--invalidation-mode", "checked-hash", str(first / "src"))
+    subprocess.run(compiling, check=True)
     tests = sorted({mutant.test for mutant in mutants})
     print(f"{len(tests)} tests on the code as it is ...", flush=True)
-    found = pytest(trees.queue[0], *tests, *(("-n", str(jobs)) if jobs > 1 else ()))
+    command = (sys.executable, "-m", "pytest", *OPTIONS, *tests, *(("-n", str(jobs)) if jobs > 1 else ()))
+    found = subprocess.run(command, cwd=first, env=os.environ | {"PYTHONPATH": str(first / "src")}, check=False)
     if found.returncode:
-        print(found.stdout[-4000:], "\nThese tests must pass before they can tell of mutants.", file=sys.stderr)
+        print("\nThese tests must pass before they can tell of mutants.", file=sys.stderr)
         return 1
+    trees: queue.Queue[Path] = queue.Queue()
+    trees.put(first)
+    for number in range(1, jobs):
+        trees.put(shutil.copytree(first, folder / str(number)))
 
     def one(mutant: Mutant) -> Result:
         tree = trees.get()
@@ -135,22 +149,40 @@ def try_out(mutant: Mutant, tree: Path) -> Result:
     start = time.monotonic()
     try:
         file.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
-        found = pytest(tree, mutant.test, "-x")
+        code, output = run_test(tree, mutant.test)
         # 1: tests failed; all else (no tests found, a file that cannot be read) proves nothing
-        status = {0: "survived", 1: "killed"}.get(found.returncode, f"pytest gave {found.returncode}")
-        return Result(mutant, status, time.monotonic() - start, found.stdout)
-    except subprocess.TimeoutExpired:
-        return Result(mutant, "killed", time.monotonic() - start)
+        status = {0: "survived", 1: "killed"}.get(code, f"pytest gave {code}")
+        return Result(mutant, status, time.monotonic() - start, output)
     finally:
         file.write_text(text, encoding="utf-8")
 
 
-def pytest(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run pytest in ``tree``, whose package comes before an installed one."""
-    command = [sys.executable, "-m", "pytest", "-m", "", "-p", "no:cacheprovider", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
-    limit = TIMEOUT if "-x" in arguments else None
-    return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=limit)
+def run_test(tree: Path, test: str) -> tuple[int, str]:
+    """Return pytest's exit status, 1 if it takes too long, and what it printed."""
+    output = tree / "output.txt"
+    process = PROCESSES.Process(target=in_process, args=(tree, test, output))
+    process.start()
+    process.join(TIMEOUT)
+    code = process.exitcode
+    if code is None:
+        os.killpg(process.ident or 0, signal.SIGKILL)
+        process.join()
+    return 1 if code is None else code, output.read_text(errors="replace")
+
+
+def in_process(tree: Path, test: str, output: Path) -> None:
+    """Run a test of ``tree``, whose package comes before an installed one, and exit with pytest's status."""
+    import pytest
+
+    os.setsid()  # what the test starts is killed with it
+    with output.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(tree)
+    os.environ |= {"PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    sys.dont_write_bytecode = True
+    sys.path.insert(0, str(tree / "src"))
+    sys.exit(int(pytest.main([*OPTIONS, "-x", test])))
 
 
 if __name__ == "__main__":
