@@ -25,7 +25,7 @@ from draftwing.cpu.layout import BLOCKS, FORMATS, RowForm
 from draftwing.cpu.library import get_kernel, kernel_notice, kernel_problem
 from draftwing.cpu.noise import NativeNoise, noise_of
 from draftwing.cpu.selftest import fault_of
-from draftwing.errors import DraftwingWarning
+from draftwing.errors import ConfigError, DraftwingWarning
 from draftwing.storage import cache_folder, open_folder, private_folder
 
 # A kernel that fails its own test must not go unnoticed: only what nobody could compile is left out.
@@ -461,6 +461,9 @@ def test_decoding_without_the_kernel_warns_once_and_says_why(tmp_path, monkeypat
     assert kernel_notice() == ""
     assert kernel_problem() == "DRAFTWING_KERNEL is off"
     noise_of(7, CPU)
+    monkeypatch.setenv("DRAFTWING_KERNEL", "0")
+    with pytest.raises(ConfigError, match="DRAFTWING_KERNEL must be on or off, found '0'"):
+        get_kernel()
 
 
 @needs_kernel

@@ -65,15 +65,17 @@ def expected(target):
 # --- generate --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("source", "draft"), [("argument", "lookup"), ("stdin", "model"), ("file", "lookup")])
+@pytest.mark.parametrize(
+    ("source", "draft"), [("argument", "lookup"), ("stdin", "model"), ("-", "none"), ("file", "lookup")]
+)
 def test_generate_writes_the_text_alone_on_stdout(target, expected, tmp_path, source, draft):
     args = ["generate", "-t", target, "-d", target if draft == "model" else draft, "-n", 12]
-    if source == "argument":
-        args.append(PROMPT)
+    if source in ("argument", "-"):
+        args.append(PROMPT if source == "argument" else source)
     elif source == "file":
         (tmp_path / "prompt.txt").write_text(PROMPT)
         args += ["--prompts", tmp_path / "prompt.txt"]
-    result = run(*args, stdin=PROMPT if source == "stdin" else "")
+    result = run(*args, stdin=PROMPT if source in ("stdin", "-") else "")
     assert result.exit_code == 0, result.output
     assert result.stdout == expected.text.rstrip("\n") + "\n"
     assert "\x1b" not in result.stderr

@@ -59,7 +59,7 @@ def generate(
     drafting: Drafting,
     sampling: SamplingOptions,
     constraint: ConstraintOptions,
-    prompt: str | None = argument(None, "The prompt; or use --prompts or stdin."),
+    prompt: str | None = argument(None, "The prompt, - for stdin; or use --prompts."),
     prompts: str | None = PROMPTS,
     draft: str | None = DRAFT,
     logprobs: int | None = option(None, "Show log-probabilities of each token and the N best.", panel="Sampling"),
@@ -129,8 +129,8 @@ def _read(prompt: str | None, file: str | None) -> Sequence[Prompt]:
     if file is not None:
         download([file], progress)
         return read_prompts(file)
-    if prompt is None:
-        if sys.stdin is not None and sys.stdin.isatty():
+    if prompt is None or prompt == "-":
+        if prompt is None and sys.stdin is not None and sys.stdin.isatty():
             raise PromptError("there is no prompt: give one as the argument, with --prompts FILE, or on stdin")
         return read_prompts("-")
     if not prompt:

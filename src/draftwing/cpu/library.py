@@ -32,7 +32,7 @@ from draftwing.cpu.build import KernelProblem, with_library
 from draftwing.cpu.layout import AcceptStruct, BatchStruct, Draft, Op, VerifyArgs
 from draftwing.cpu.selftest import fault_of
 from draftwing.cpu.states import KernelStates
-from draftwing.errors import ConfigError
+from draftwing.errors import ConfigError, shown
 from draftwing.models.paged import PageTable
 
 _SYSTEMS = ("linux", "darwin")
@@ -127,7 +127,7 @@ class Kernel:
         self.max_ops: int = library.draftwing_sizes(2)
         self.max_experts: int = library.draftwing_sizes(6)
         self._use_tiles = library.draftwing_use_tiles
-        self.has_tiles = self.use_tiles(os.environ.get("DRAFTWING_KERNEL_AMX") != "off")
+        self.has_tiles = self.use_tiles(not is_off("DRAFTWING_KERNEL_AMX"))
         self.has_int8 = bool(library.draftwing_has_int8())
 
     def use_tiles(self, wanted: bool) -> bool:
@@ -199,7 +199,7 @@ class _Loaded(NamedTuple):
 
 def get_kernel() -> Kernel | None:
     """The kernel, compiled if necessary; None if it cannot run here (see ``kernel_problem``)."""
-    return None if _is_off() else _load().kernel
+    return None if is_off("DRAFTWING_KERNEL") else _load().kernel
 
 
 def required_kernel() -> Kernel:
@@ -212,12 +212,12 @@ def required_kernel() -> Kernel:
 
 def kernel_problem() -> str:
     """Why ``get_kernel`` returns None, and how to fix it; empty if it does not."""
-    return "DRAFTWING_KERNEL is off" if _is_off() else _load().problem
+    return "DRAFTWING_KERNEL is off" if is_off("DRAFTWING_KERNEL") else _load().problem
 
 
 def kernel_notice() -> str:
     """Why decoding on this CPU is slow, or slow to start; empty if not, or if the kernel is off or unsupported."""
-    if _is_off() or sys.platform not in _SYSTEMS:
+    if is_off("DRAFTWING_KERNEL") or sys.platform not in _SYSTEMS:
         return ""
     found = _load()
     if found.kernel is None:
@@ -228,8 +228,12 @@ def kernel_notice() -> str:
     return f"the CPU kernel is compiled again by every process: {found.not_kept}" if found.not_kept else ""
 
 
-def _is_off() -> bool:
-    return os.environ.get("DRAFTWING_KERNEL") == "off"
+def is_off(variable: str) -> bool:
+    """Return True if an environment variable is "off". Raises ConfigError for values other than "on" and "off"."""
+    value = os.environ.get(variable) or "on"
+    if value not in ("on", "off"):
+        raise ConfigError(f"{variable} must be on or off, found {shown(value)}: unset it for on")
+    return value == "off"
 
 
 @cache
