@@ -596,7 +596,11 @@ def _read_ends(reader: Reader, config: ModelConfig, rows: Tensor | None) -> tupl
 
 @dataclass(eq=False)
 class TappedNet:
-    """A lean model as a ``Net``, which returns its logits and some hidden states."""
+    """A lean model as a ``Net``, which returns its logits and some hidden states.
+
+    The vocabulary of a draft model's ``config`` is the target's: tokens that only the target has get -inf, and those
+    that only the draft model has are left out.
+    """
 
     config: ModelConfig
     embedding: Embedding
@@ -606,6 +610,12 @@ class TappedNet:
     rotary: Rotary | LayeredRotary
     taps: tuple[int, ...] = ()
     inputs: LayerInputs | None = None
+    places: Tensor | None = None  # the tokens that the head's rows belong to; None for the first ones
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that can be read."""
+        return self.embedding.shape[0]
 
     @cached_property
     def shape(self) -> NetShape:
@@ -618,6 +628,7 @@ class TappedNet:
             narrow_width=0 if config.kv_dtype is None else config.slot_width, num_slot_heads=config.num_slot_heads,
             delta=config.delta, num_recurrent=sum(config.recurs),
             num_slot_layers=config.num_slot_layers if config.layer_sizes else 0,
+            is_sparse=self.places is not None or self.num_tokens < config.vocab_size,
         )  # fmt: skip
 
     @property
@@ -649,46 +660,19 @@ class TappedNet:
 
     def logits(self, read: Any) -> Any:
         """(R, H) -> (R, V)."""
-        return self.head.forward(read)
-
-
-@dataclass(eq=False)
-class ResizedNet(TappedNet):
-    """A draft model whose matrices are padded to another size than the target's: ``config`` has the target's size.
-
-    Tokens that only the target has get -inf, and those that only the draft model has are left out. ``places`` are the
-    target's tokens that the head's rows belong to; None for the first ones.
-    """
-
-    places: Tensor | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that can be read."""
-        return self.embedding.shape[0]
-
-    @cached_property
-    def shape(self) -> NetShape:
-        is_sparse = self.num_tokens < self.config.vocab_size if self.places is None else True
-        return replace(super().shape, is_sparse=is_sparse)
-
-    def logits(self, read: Any) -> Any:
-        size = self.config.vocab_size
-        if self.places is not None:
-            return self.head.spread(read, self.places, size)
-        if self.num_tokens < size:
+        size, places = self.config.vocab_size, self.places
+        if places is None and self.num_tokens < size:
             places = torch.arange(self.num_tokens, device=self.device)
-            return self.head.spread(read, places, size)
-        out = self.head.forward(read)
+        out = self.head.spread(read, places, size)
+        if places is not None or self.num_tokens == size:
+            return out
         return out.columns(0, size) if isinstance(out, Traced) else out[..., :size]
 
 
 def resized(model: LeanTarget, vocab_size: int) -> LeanTarget:
     """Return a model that shares the tokenizer but pads its matrices differently, with logits of another width."""
-    net = model.net
-    parts = net.embedding, net.layers, net.norm, net.head, net.rotary
-    narrow = ResizedNet(replace(net.config, vocab_size=vocab_size), *parts, inputs=net.inputs)
-    return LeanTarget(narrow, model.runs, model.name, model.dtype)
+    net = replace(model.net, config=replace(model.net.config, vocab_size=vocab_size))
+    return LeanTarget(net, model.runs, model.name, model.dtype)
 
 
 @dataclass
@@ -791,13 +775,10 @@ class LeanTarget(Target):
                 f"is config.json that of another model?"
             )
         rotary = rotary_of(config, states, device)
-        net = TappedNet(config, embedding, decoder_layers, norm, head, rotary, inputs=inputs)
+        places = None
         if order is not None:
-            places = (order >= 0).nonzero()[:, 0].to(device)
-            net = ResizedNet(
-                replace(config, vocab_size=len(order)), embedding, decoder_layers, norm, head, rotary, inputs=inputs,
-                places=places,
-            )  # fmt: skip
+            config, places = replace(config, vocab_size=len(order)), (order >= 0).nonzero()[:, 0].to(device)
+        net = TappedNet(config, embedding, decoder_layers, norm, head, rotary, inputs=inputs, places=places)
         target = cls(net, runtime, name or folder.name, dtype)
         if arithmetic == "int8" and not any(matrix.has_levels for matrix in target.matrices):
             raise UnsupportedError(
