@@ -23,7 +23,7 @@ from draftwing.models.config import ModelConfig, RopeConfig
 from draftwing.models.families import FAMILIES
 from draftwing.models.layers import DecoderLayer, Experts, GatedMLP, RMSNorm, SharedExpert
 from draftwing.models.linear import Embedding, Layout, Linear, has_exact_int8
-from draftwing.models.rope import LayeredRotary, Rotary
+from draftwing.models.rope import Rotary
 from draftwing.runtime.choose import runtime_for
 from draftwing.runtime.forward import NetShape, Runtime, TorchRuntime
 
@@ -186,7 +186,7 @@ class DraftNet(nn.Module, ABC):
         # In a list, so that the target's head is not a parameter of this module.
         self._target_head = [] if target_head is None else [target_head]
         self.runs = cast(Runtime, TorchRuntime())
-        self._rotary: tuple[tuple[torch.dtype, torch.device], Rotary | LayeredRotary] | None = None
+        self._rotary: tuple[tuple[torch.dtype, torch.device], Rotary] | None = None
 
     def new_matrix(self, num_out: int, num_in: int, *, bias: bool = False) -> Linear:
         """Return a new random matrix; a bias starts at zero."""
@@ -308,13 +308,13 @@ class DraftNet(nn.Module, ABC):
         return self.embedding.device
 
     @property
-    def rotary(self) -> Rotary | LayeredRotary:
+    def rotary(self) -> Rotary:
         key = self.dtype, self.device
         if self._rotary is None or self._rotary[0] != key:  # the net was moved
             self._rotary = key, self.new_rotary()
         return self._rotary[1]
 
-    def new_rotary(self) -> Rotary | LayeredRotary:
+    def new_rotary(self) -> Rotary:
         """Return the rotation of its positions, in its dtype and on its device."""
         return Rotary(self.config.rope, self.dtype, self.device)
 

@@ -54,7 +54,7 @@ from draftwing.models.layers import (
 from draftwing.models.linear import Embedding, Layout, Linear, check_arithmetic, check_quantize, runs_as
 from draftwing.models.lora import LoraWeights
 from draftwing.models.recurrent import GatedDelta
-from draftwing.models.rope import LayeredRotary, Rotary
+from draftwing.models.rope import Rotary
 from draftwing.models.target import Target, own_context
 from draftwing.models.weights import Stored, Weights, check_finite, mxfp4_blocks
 from draftwing.noise import AcceptArgs
@@ -520,13 +520,9 @@ def _norms_beside(
     return mlp_in, mlp_out, experts_in, experts_out, RMSNorm(scale, config.rms_norm_eps)
 
 
-def rotary_of(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Rotary | LayeredRotary:
+def rotary_of(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Rotary:
     """The rotations of a model's layers."""
-    rotary = Rotary(config.rope, dtype, device)
-    if config.local_rope is None and config.query_scale is None:
-        return rotary
-    local = [] if config.local_rope is None else [Rotary(config.local_rope, dtype, device)]
-    return LayeredRotary([rotary, *local], config.query_scale)
+    return Rotary(config.rope, dtype, device, local=config.local_rope, query_scale=config.query_scale)
 
 
 def _is_tied(files: Weights) -> bool:
@@ -579,7 +575,7 @@ class TappedNet:
     layers: Sequence[DecoderLayer]
     norm: Norm
     head: Linear
-    rotary: Rotary | LayeredRotary
+    rotary: Rotary
     taps: tuple[int, ...] = ()
     inputs: LayerInputs | None = None
     places: Tensor | None = None  # the tokens that the head's rows belong to; None for the first ones
