@@ -535,25 +535,21 @@ def _is_tied(files: Weights) -> bool:
 
 
 def _read_ends(reader: Reader, config: ModelConfig, rows: Tensor | None) -> tuple[Embedding, Linear]:
-    """The input embedding and the LM head; if they are one matrix, the CPU kernel keeps it once.
+    """The input embedding and the LM head; one matrix is kept once if both can use it.
 
     ``rows`` renumber the tokens: see ``LeanTarget.from_folder``.
     """
-    size, name = (config.vocab_size, config.hidden_size), "model.embed_tokens"
-    if rows is not None:
-        head_name = name if config.tie_word_embeddings else "lm_head"
-        embedding = reader.embedding(f"{name}.weight", *size, rows.clamp(min=0))
-        head = reader.linear([head_name], [size[0]], size[1], is_head=True, rows=rows[rows >= 0])
-    elif not config.tie_word_embeddings:
-        embedding = reader.embedding(f"{name}.weight", *size)
-        head = reader.linear(["lm_head"], [size[0]], size[1], is_head=True)
-    elif reader.layout.runs == "kernel":
-        head = reader.linear([name], [size[0]], size[1], is_head=True)
-        embedding = reader.embedding(f"{name}.weight", *size) if head.quantized else Embedding(head.packed[0])
+    size, name, is_tied = (config.vocab_size, config.hidden_size), "model.embed_tokens", config.tie_word_embeddings
+    inputs, outputs = (None, None) if rows is None else (rows.clamp(min=0), rows[rows >= 0])
+    head = reader.linear([name if is_tied else "lm_head"], [size[0]], size[1], is_head=True, rows=outputs)
+    is_one = is_tied and rows is None
+    if is_one and reader.layout.runs == "kernel" and not head.quantized:
+        embedding = Embedding(head.packed[0])
+    elif is_one and head.weight.numel():
+        embedding = Embedding(head.weight.detach())
     else:
-        embedding = reader.embedding(f"{name}.weight", *size)
-        head = Linear(embedding.plain()).lay_out(reader.layout)
-    if config.tie_word_embeddings:
+        embedding = reader.embedding(f"{name}.weight", *size, inputs)
+    if is_tied:
         reader.used.add("lm_head.weight")  # some folders save the shared matrix twice
     head.scale, head.cap = config.logit_scale, config.logit_cap
     return embedding, head
@@ -799,8 +795,9 @@ class LeanTarget(Target):
 
         No effect on mixtures of experts and recurrent models, which wait for the device, and on the CPU kernel.
         """
+        is_fixed = self.config.moe is None and self.config.delta is None
         if self.runs.name != "kernel":
-            self.runs = GraphRuntime(record) if record is not None and self.config.runs_dense else TorchRuntime()
+            self.runs = GraphRuntime(record) if record is not None and is_fixed else TorchRuntime()
 
     def _tapped(self, taps: tuple[int, ...]) -> TappedNet:
         if not self.has_layers:
