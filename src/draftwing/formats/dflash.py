@@ -34,7 +34,7 @@ from draftwing.formats.settings import OTHER_ENGINE, SHAPE, SettingsReader, with
 from draftwing.formats.tensors import EMBEDDING, IGNORED, LM_HEAD, check_tensors, read_draft_vocab, to_maps
 from draftwing.formats.write import layer_shape, speculators_keys, write_folder
 from draftwing.methods.calibration import Calibration
-from draftwing.methods.net import LAYER_FIELDS, PlainConfig, layer_names
+from draftwing.methods.net import LAYER_FIELDS, Place, PlainConfig, layer_places
 from draftwing.models.config import ModelConfig, first_refused, read_config
 from draftwing.models.weights import check_finite
 
@@ -125,11 +125,14 @@ def load_dflash(folder: Path, kind: str, config_type: type[PlainConfig]) -> Plai
             f"config.json and weights from one place"
         )
     places = _places(kind, config, settings.draft_vocab_size)
-    expected = {name: shape for names in places.values() for name, shape in names}
+    expected = {name: place.shape for name, place in places.items()}
     if kind == "dspark":
         _complete_confidence(stored, expected, settings.has_confidence)
     check_tensors(expected, {name: tuple(tensor.shape) for name, tensor in stored.items()}, where)
-    tensors = {place: torch.cat([stored[name] for name, _ in names]) for place, names in places.items()}
+    parts: dict[str, list[Tensor]] = {}
+    for name, place in places.items():
+        parts.setdefault(place.path, []).append(stored[name])
+    tensors = {path: torch.cat(rows) for path, rows in parts.items()}
     head = PlainHead(kind, config, tensors, ids, copies=copies, num_target_layers=settings.num_target_layers)
     if "draftwing" not in source:
         return head
@@ -273,46 +276,32 @@ def _refuse(nested: SettingsReader, config: Mapping[str, Any], shape: Mapping[st
         )
 
 
-def _places(kind: str, config: Any, draft_vocab_size: int) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
-    """Return the net's tensors, each with the names and shapes of those in the file that are stacked to make it."""
-    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
-    query, key = config.num_heads * dim, config.num_kv_heads * dim
-    places: dict[str, list[tuple[str, tuple[int, ...]]]] = {
-        "fc.weight": [("fc.weight", (hidden, hidden * len(config.taps)))],
-        "state_norm.weight": [("hidden_norm.weight", (hidden,))],
-        "norm.weight": [("norm.weight", (hidden,))],
+def _places(kind: str, config: Any, draft_vocab_size: int) -> dict[str, Place]:
+    """Return the places of a file's tensors in the net."""
+    hidden = config.hidden_size
+    places = {
+        "fc.weight": Place("fc.weight", (hidden, hidden * len(config.taps))),
+        "hidden_norm.weight": Place("state_norm.weight", (hidden,)),
+        "norm.weight": Place("norm.weight", (hidden,)),
     }
-    shapes: dict[str, list[tuple[int, ...]]] = {
-        "input_norm": [(hidden,)],
-        "post_norm": [(hidden,)],
-        "q_norm": [(dim,)],
-        "k_norm": [(dim,)],
-        "qkv": [(query, hidden), (key, hidden), (key, hidden)],
-        "out": [(hidden, query)],
-        "mlp.gate_up": [(inner, hidden)] * 2,
-        "mlp.down": [(hidden, inner)],
-    }
-    names = layer_names("qwen3")
-    for index in range(config.num_layers):
-        for module, sizes in shapes.items():
-            parts = list(zip((f"layers.{index}.{part}" for part in names[module]), sizes, strict=True))
-            places[f"layers.{index}.{module}.weight"] = [(f"{part}.weight", size) for part, size in parts]
-            if config.attention_bias and module in ("qkv", "out"):
-                places[f"layers.{index}.{module}.bias"] = [(f"{part}.bias", size[:1]) for part, size in parts]
+    biased = ("qkv", "out") if config.attention_bias else ()
+    for name in (f"layers.{index}" for index in range(config.num_layers)):
+        places[f"{name}.input_layernorm.weight"] = Place(f"{name}.input_norm.weight", (hidden,))
+        places |= layer_places(config, name, name, hidden, biased=biased, qk_norm=True)
     if config.own_head:
-        places["head.weight"] = [(LM_HEAD, (draft_vocab_size, hidden))]
+        places[LM_HEAD] = Place("head.weight", (draft_vocab_size, hidden))
     if config.mask_token_id is None:
-        places["mask"] = [("mask_embedding", (hidden,))]
+        places["mask_embedding"] = Place("mask", (hidden,))
     if kind == "dspark":
-        places["embedding_before"] = [("markov_head.markov_w1.weight", (config.vocab_size, config.rank))]
-        places["head_after.weight"] = [("markov_head.markov_w2.weight", (draft_vocab_size, config.rank))]
-        places["trust.weight"] = [("confidence_head.proj.weight", (1, hidden + config.rank))]
-        places["trust.bias"] = [("confidence_head.proj.bias", (1,))]
+        places["markov_head.markov_w1.weight"] = Place("embedding_before", (config.vocab_size, config.rank))
+        places["markov_head.markov_w2.weight"] = Place("head_after.weight", (draft_vocab_size, config.rank))
+        places["confidence_head.proj.weight"] = Place("trust.weight", (1, hidden + config.rank))
+        places["confidence_head.proj.bias"] = Place("trust.bias", (1,))
     elif kind == "domino":
-        places["read_token.weight"] = [("prefix_gru.weight_ih_l0", (3 * config.state_size, hidden))]
-        places["read_state.weight"] = [("prefix_gru.weight_hh_l0", (3 * config.state_size, config.state_size))]
-        places["mix.weight"] = [("embed_proj.0.weight", (config.rank, hidden + config.state_size))]
-        places["head_after.weight"] = [("embed_proj.2.weight", (draft_vocab_size, config.rank))]
+        places["prefix_gru.weight_ih_l0"] = Place("read_token.weight", (3 * config.state_size, hidden))
+        places["prefix_gru.weight_hh_l0"] = Place("read_state.weight", (3 * config.state_size, config.state_size))
+        places["embed_proj.0.weight"] = Place("mix.weight", (config.rank, hidden + config.state_size))
+        places["embed_proj.2.weight"] = Place("head_after.weight", (draft_vocab_size, config.rank))
     return places
 
 
@@ -388,9 +377,8 @@ def save_dflash(folder: Path, head: PlainHead, layout: str, **options: Any) -> N
             )
     draft_vocab_size = config.vocab_size if head.target_ids is None else len(head.target_ids)
     tensors: dict[str, Tensor] = {**head.copies}
-    for place, parts in _places(head.kind, config, draft_vocab_size).items():
-        pieces = torch.split(head.tensors[place], [shape[0] for _, shape in parts])
-        tensors |= zip((name for name, _ in parts), pieces, strict=True)
+    for name, place in _places(head.kind, config, draft_vocab_size).items():
+        tensors[name] = head.tensors[place.path][place.start : place.start + place.shape[0]]
     mask = tensors.pop("mask_embedding", None)
     window = max((window for window in config.windows if window is not None), default=None)
     if head.target_ids is not None:

@@ -178,7 +178,7 @@ def _read_case(folder: Path, target: _Target | None) -> _Case:
         return case
     try:
         case.version = find_version(case.settings, case.tensors, where)
-        case.names = sort_names(case.tensors, case.version, where, own_embedding=case.settings.own_embedding)
+        case.names = sort_names(case.tensors, case.version, where, own_embedding=case.settings.net["own_embedding"])
         case.config = find_config(case.settings, case.version, case.names, where)
     except DraftwingError as error:
         case.failures.setdefault("config", str(error))
@@ -277,7 +277,7 @@ def check_finite(case: _Case, tensors: Mapping[str, Tensor]) -> Result:
 @_check("settings")
 def check_taps(case: _Case, settings: HeadSettings) -> Result:
     """Engines may read other hidden states of the target than the head was trained on."""
-    source = settings.block.target if case.target is None else case.target.id
+    source = settings.net.get("target") if case.target is None else case.target.id
     num_layers = None if source is None else source.num_layers
     try:
         taps = find_taps(settings, str(case.folder))
@@ -552,15 +552,14 @@ def _compare_size(case: _Case, key: str, size: object, name: str) -> Result:
 
 @_check("settings")
 def check_hidden_size(case: _Case, settings: HeadSettings) -> Result:
-    if settings.target_hidden_size is not None:
-        return _compare_size(case, "target_hidden_size", settings.target_hidden_size, "hidden_size")
-    return _compare_size(case, "hidden_size", settings.shape.get("hidden_size"), "hidden_size")
+    key = "hidden_size" if settings.net["target_hidden_size"] is None else "target_hidden_size"
+    return _compare_size(case, key, {**settings.shape, **settings.net}.get(key), "hidden_size")
 
 
 @_check("settings")
 def check_num_layers(case: _Case, settings: HeadSettings) -> Result:
     """Taps are counted in the target's layers, whose number only heads written by Draftwing have."""
-    target = settings.block.target
+    target = settings.net.get("target")
     return _compare_size(case, "target.num_layers", 0 if target is None else target.num_layers, "num_layers")
 
 
@@ -569,7 +568,8 @@ def check_vocabulary(case: _Case, settings: HeadSettings) -> Result:
     sizes = _compare_size(case, "vocab_size", settings.shape.get("vocab_size"), "vocab_size")
     if sizes.status != "ok" or case.target is None:
         return sizes
-    expected = "" if settings.block.target is None else settings.block.target.vocab_hash
+    target = settings.net.get("target")
+    expected = "" if target is None else target.vocab_hash
     actual = case.target.id.vocab_hash
     if not expected and has_tokenizer(case.folder):
         try:
@@ -619,7 +619,7 @@ def check_embedding(case: _Case, names: Names, settings: HeadSettings) -> Result
     if copy is None:
         return _ok("none in the file: the target's is used")
     reason = "config.json says so"
-    if not settings.own_embedding:
+    if not settings.net["own_embedding"]:
         if case.target is None:
             return _unknown("the file has a copy of the target's, or its own", _GIVE_TARGET)
         try:

@@ -83,6 +83,10 @@ class Metadata:
         found = f"{value.size} of type {value.dtype}" if isinstance(value, np.ndarray) else shown(value)
         return ConfigError(f"{self.where}: metadata `{key}` must be {expected}, found {found}. {ADVICE}")
 
+    def unsupported(self, text: str) -> UnsupportedError:
+        """Return the error to raise for a model that cannot run from its file."""
+        return UnsupportedError(f"{self.where}: {text} Use the model's Hugging Face folder instead.")
+
     def integer(self, key: str, default: int | None = None, *, minimum: int = 0, maximum: int = 2**31 - 1) -> int:
         """Return an integer in a range; an array with one for each layer must hold the same for all."""
         value = self._get(key, default)

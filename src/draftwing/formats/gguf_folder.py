@@ -36,7 +36,6 @@ OWN_KEY = "draftwing.config"  # metadata with the ``draftwing`` part of a head's
 _FORM = 3  # version of the written files: a higher one replaces all folders
 _HASHED_BYTES = 1 << 16  # the start of a file identifies it, together with its path, size and time
 _FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
-_USE_FOLDER = "Use the model's Hugging Face folder instead."
 _CONVERT_AGAIN = "Convert the model again."
 _WIDTH = Key("intermediate_size", 0)
 
@@ -264,9 +263,9 @@ def get_architecture(file: GgufFile) -> str:
         raise UnsupportedError(f"{where}: this file holds a model's \"{kind:.40}\" only. Give the model's own file.")
     architecture = file.metadata.text("general.architecture")
     if architecture not in ARCHITECTURES:
-        raise UnsupportedError(
-            f"{where}: GGUF files of the architecture {architecture!r:.42} are not supported; expected one of "
-            f"{', '.join(ARCHITECTURES)}. {_USE_FOLDER}"
+        raise file.metadata.unsupported(
+            f"GGUF files of the architecture {architecture!r:.42} are not supported; expected one of "
+            f"{', '.join(ARCHITECTURES)}."
         )
     # Files from before version 2 use the same numbers for other block formats.
     version = file.metadata.integer("general.quantization_version", 2)
@@ -315,9 +314,9 @@ def _config(file: GgufFile) -> dict[str, Any]:
     else:
         vocab_size = embedding.shape[0]
     if family.qk_norm == "none" and "blk.0.attn_q_norm.weight" in file.tensors:
-        raise UnsupportedError(
-            f"{data.where}: norms of queries and keys (blk.0.attn_q_norm.weight) are not supported for the "
-            f"architecture {architecture}. {_USE_FOLDER}"
+        raise data.unsupported(
+            f"norms of queries and keys (blk.0.attn_q_norm.weight) are not supported for the architecture "
+            f"{architecture}."
         )
     positions = data.integer(f"{prefix}context_length", minimum=1)
     norm = "layer_norm" if family.norm == "layer" else "layer_norm_rms"
@@ -425,7 +424,7 @@ def _head(file: GgufFile, architecture: str, config: Mapping[str, Any], layers: 
         (mask is None, "DFlash heads without `tokenizer.ggml.mask_token_id`"),
     ):
         if is_other:
-            raise UnsupportedError(f"{data.where}: {feature} are not read from GGUF. {_USE_FOLDER}")
+            raise data.unsupported(f"{feature} are not read from GGUF.")
     nested = {"mask_token_id": mask, "target_layer_ids": [tap - 1 for tap in taps], "causal": causal}
     if markov is not None:
         nested |= {
@@ -466,9 +465,7 @@ def _heads(data: Metadata, prefix: str, heads: int, hidden: int) -> dict[str, An
     head_dim = data.integer(f"{prefix}attention.key_length", hidden // heads, minimum=1)
     value_dim = data.integer(f"{prefix}attention.value_length", head_dim, minimum=1)
     if value_dim != head_dim:
-        raise UnsupportedError(
-            f"{data.where}: keys of {head_dim} and values of {value_dim} numbers, not of one width. {_USE_FOLDER}"
-        )
+        raise data.unsupported(f"keys of {head_dim} and values of {value_dim} numbers, not of one width.")
     return {"head_dim": head_dim}
 
 
@@ -508,9 +505,9 @@ def _delta(data: Metadata, prefix: str, layers: int, modules: int) -> dict[str, 
     key_dim, width = data.integer(f"{prefix}ssm.state_size", minimum=1), data.integer(f"{prefix}ssm.inner_size")
     heads = data.integer(f"{prefix}ssm.time_step_rank", minimum=1)
     if width != heads * key_dim:
-        raise UnsupportedError(
-            f"{data.where}: `{prefix}ssm.inner_size` {width} is not `{prefix}ssm.time_step_rank` {heads} times "
-            f"`{prefix}ssm.state_size` {key_dim}. {_USE_FOLDER}"
+        raise data.unsupported(
+            f"`{prefix}ssm.inner_size` {width} is not `{prefix}ssm.time_step_rank` {heads} times "
+            f"`{prefix}ssm.state_size` {key_dim}."
         )
     return {
         "layer_types": ["linear_attention" if recur else "full_attention" for recur in recurs[:layers]],
@@ -538,9 +535,7 @@ def _layered(file: GgufFile, prefix: str, layers: int) -> dict[str, Any]:
     shared = data.integer(f"{attention}shared_kv_layers", 0, maximum=layers)
     first = layers - shared
     if len(full) != 1 or len(local) > 1 or len({*widths[:first]}) > 1 or len({*widths[first:]}) > 1:
-        raise UnsupportedError(
-            f"{data.where}: KV heads {shown(kv_heads)} and widths {shown(widths)} of layers. {_USE_FOLDER}"
-        )
+        raise data.unsupported(f"KV heads {shown(kv_heads)} and widths {shown(widths)} of layers.")
     head_dim = data.integer(f"{attention}key_length_swa", minimum=1)
     for key in (f"{attention}value_length_swa", f"{prefix}rope.dimension_count_swa"):
         data.integer(key, head_dim, minimum=head_dim, maximum=head_dim)
@@ -587,9 +582,7 @@ def _windows(
         key, is_chunked = f"{prefix}attention.sliding_window", family.windows == "chunked"
         window = data.integer(key, 0)
         if 0 < window < positions or (is_chunked and key in data):  # llama.cpp's chunks are Llama 4's
-            raise UnsupportedError(
-                f"{data.where}: `{key}` {window} is not supported for this architecture. {_USE_FOLDER}"
-            )
+            raise data.unsupported(f"`{key}` {window} is not supported for this architecture.")
         return {} if family.windows == "never" or is_chunked else {"use_sliding_window": False}
     window = data.integer(f"{prefix}attention.sliding_window", traits.window)
     config: dict[str, Any] = {"sliding_window": window or None}
@@ -647,7 +640,7 @@ def _refuse_unread(data: Metadata, prefix: str, traits: Architecture) -> None:
         if name == key or allowed is None:
             continue
         if value.any() if isinstance(value, np.ndarray) else value not in allowed:
-            raise UnsupportedError(f"{data.where}: `{key:.80}` {shown(value)} is not supported. {_USE_FOLDER}")
+            raise data.unsupported(f"`{key:.80}` {shown(value)} is not supported.")
 
 
 def _rope(file: GgufFile, architecture: str, family: Family, head_dim: int, positions: int) -> dict[str, Any]:
@@ -658,23 +651,21 @@ def _rope(file: GgufFile, architecture: str, family: Family, head_dim: int, posi
     rotated = data.integer(f"{prefix}dimension_count", head_dim, minimum=2)
     if family.partial is not None or rotated != head_dim:
         if family.partial is None or rotated > head_dim:
-            raise UnsupportedError(
-                f"{data.where}: RoPE turns {rotated} of a head's {head_dim} numbers (`{prefix}dimension_count`), which "
-                f"is not supported for the architecture {architecture}. {_USE_FOLDER}"
+            raise data.unsupported(
+                f"RoPE turns {rotated} of a head's {head_dim} numbers (`{prefix}dimension_count`), which is not "
+                f"supported for the architecture {architecture}."
             )
         # Half a number more if needed, so that rounding down gives ``rotated`` despite the division's rounding.
         exact = head_dim * (rotated / head_dim) == rotated
         config["partial_rotary_factor"] = (rotated if exact else rotated + 0.5) / head_dim
     if "rope_factors_long.weight" in file.tensors or "rope_factors_short.weight" in file.tensors:
-        raise UnsupportedError(f"{data.where}: RoPE of the type longrope is not supported. {_USE_FOLDER}")
+        raise data.unsupported("RoPE of the type longrope is not supported.")
     scaling = _rope_scaling(file, prefix, positions, ARCHITECTURES[architecture].mscale)
     if "llama_4_scaling_beta" in family.rope:
         scaling["llama_4_scaling_beta"] = data.number(f"{architecture}.attention.temperature_scale", 0.0) or None
     if "rope_freqs.weight" in file.tensors:
         if scaling:
-            raise UnsupportedError(
-                f"{data.where}: rope_freqs.weight together with `{prefix}scaling` is not supported. {_USE_FOLDER}"
-            )
+            raise data.unsupported(f"rope_freqs.weight together with `{prefix}scaling` is not supported.")
         make = _proportional if family.is_layered else _llama3_scaling
         scaling = make(file, prefix, theta, head_dim)
     local_theta = data.number(f"{prefix}freq_base_swa", ARCHITECTURES[architecture].local_theta or theta)
@@ -683,9 +674,9 @@ def _rope(file: GgufFile, architecture: str, family: Family, head_dim: int, posi
         local = {"rope_type": "default", "rope_theta": local_theta}
         return {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
     if local_theta != theta:
-        raise UnsupportedError(
-            f"{data.where}: `{prefix}freq_base_swa` {local_theta} differs from `{prefix}freq_base` {theta}, which is "
-            f"not supported for the architecture {architecture}. {_USE_FOLDER}"
+        raise data.unsupported(
+            f"`{prefix}freq_base_swa` {local_theta} differs from `{prefix}freq_base` {theta}, which is not supported "
+            f"for the architecture {architecture}."
         )
     if scaling:
         config["rope_scaling"] = {**scaling, **ARCHITECTURES[architecture].rope}
@@ -703,9 +694,7 @@ def _rope_scaling(file: GgufFile, prefix: str, positions: int, mscale: float) ->
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind != "yarn":
-        raise UnsupportedError(
-            f'{data.where}: RoPE of the type "{kind:.40}", expected none, linear or yarn. {_USE_FOLDER}'
-        )
+        raise data.unsupported(f'RoPE of the type "{kind:.40}", expected none, linear or yarn.')
     original = data.integer(f"{prefix}scaling.original_context_length", positions, minimum=1)
     scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     for name in ("beta_fast", "beta_slow"):
@@ -722,7 +711,7 @@ def _rope_scaling(file: GgufFile, prefix: str, positions: int, mscale: float) ->
         if name.endswith("attn_factor") and factor > 1:  # OLMo 3's files state the checkpoint's, which is the default
             neutral.append(0.1 * math.log(factor) + 1)
         if key in data and not any(math.isclose(data.number(key), value, rel_tol=1e-6) for value in neutral):
-            raise UnsupportedError(f"{data.where}: `{key}` {data.number(key)} is not supported. {_USE_FOLDER}")
+            raise data.unsupported(f"`{key}` {data.number(key)} is not supported.")
     return scaling
 
 
@@ -746,9 +735,7 @@ def _proportional(file: GgufFile, prefix: str, theta: float, head_dim: int) -> d
     divisors = _divisors(file, head_dim)
     turning = int((divisors == 1).sum())
     if (divisors[:turning] != 1).any() or (divisors[turning:] < 1e29).any():
-        raise UnsupportedError(
-            f"{file.path}: rope_freqs.weight must be 1 or 1e30, as Gemma 4's, and no other is supported. {_USE_FOLDER}"
-        )
+        raise file.metadata.unsupported("rope_freqs.weight must be 1 or 1e30, as Gemma 4's, and no other is supported.")
     return {"rope_type": "proportional", "partial_rotary_factor": 2 * turning / head_dim}
 
 
@@ -765,9 +752,9 @@ def _llama3_scaling(file: GgufFile, prefix: str, theta: float, head_dim: int) ->
         if np.allclose(divisors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-3):
             break
     else:
-        raise UnsupportedError(
-            f"{file.path}: rope_freqs.weight is not Llama 3's (factor {factor}, {original} positions, bands "
-            f"{_BANDS}), and no other is supported. {_USE_FOLDER}"
+        raise file.metadata.unsupported(
+            f"rope_freqs.weight is not Llama 3's (factor {factor}, {original} positions, bands {_BANDS}), and no other "
+            f"is supported."
         )
     return {
         "rope_type": "llama3",

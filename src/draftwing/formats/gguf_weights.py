@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -65,6 +65,9 @@ _OUTSIDE_LAYERS = {
     "output_norm.weight": "model.norm.weight",
     "output_norm.bias": "model.norm.bias",
     "output.weight": "lm_head.weight",
+    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
 }
 # Tensors outside the layers of a DSpark head, which is a ``dflash`` file.
 _DSPARK = {
@@ -82,15 +85,34 @@ _IN_LAYERS = {
     "attn_q_norm": "q_norm",
     "attn_k_norm": "k_norm",
     "attn_output": "out",
+    "attn_sinks": "sinks",
     "ffn_down": "down",
 }
-_CONVOLUTION = {f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")}
-_LATENT = {
-    f"attn_{part}": f"self_attn.{name}"
-    for part, name in (
-        ("q_a", "q_a_proj"), ("q_a_norm", "q_a_layernorm"), ("q_b", "q_b_proj"), ("kv_a_mqa", "kv_a_proj_with_mqa"),
-        ("kv_a_norm", "kv_a_layernorm"), ("kv_b", "kv_b_proj"), ("k_b", "k_b_proj"), ("v_b", "v_b_proj"),
-    )
+# The same for experts, and the fields of ``ExpertTraits``.
+_IN_EXPERTS = {
+    "ffn_gate_inp": "router",
+    "ffn_gate_inp.scale": "router_scale",
+    "ffn_gate_inp_shexp": "shared_gate",
+    "ffn_down_exps.scale": "expert_scale",
+    "exp_probs_b": "score_bias",
+}
+# Tensors of a layer that few families have, and their names in a checkpoint.
+_OTHERS = {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "layer_output_scale": "layer_scalar",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    **{f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")},
+    **{
+        f"attn_{part}": f"self_attn.{name}"
+        for part, name in (
+            ("q_a", "q_a_proj"), ("q_a_norm", "q_a_layernorm"), ("q_b", "q_b_proj"), ("kv_a_mqa", "kv_a_proj_with_mqa"),
+            ("kv_a_norm", "kv_a_layernorm"), ("kv_b", "kv_b_proj"), ("k_b", "k_b_proj"), ("v_b", "v_b_proj"),
+        )
+    },
 }  # fmt: skip
 _DELTA = {
     part: f"linear_attn.{name}"
@@ -100,20 +122,6 @@ _DELTA = {
         ("ssm_a", "A_log"), ("ssm_norm", "norm"), ("ssm_out", "out_proj"),
     )
 }  # fmt: skip
-_LAYERED = {
-    "inp_gate": "per_layer_input_gate",
-    "proj": "per_layer_projection",
-    "post_norm": "post_per_layer_input_norm",
-    "layer_output_scale": "layer_scalar",
-    "post_ffw_norm_1": "post_feedforward_layernorm_1",
-    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
-    "post_ffw_norm_2": "post_feedforward_layernorm_2",
-}
-_LAYERED_OUTSIDE = {
-    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
-    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
-    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
-}
 # MTP modules, in layers after the model's.
 _MODULE = {
     f"nextn.{part}": name
@@ -171,46 +179,40 @@ def _find_places(file: GgufFile) -> dict[str, _TensorPlace]:
     """Return the source of every tensor by its name in a checkpoint; tensors without such a name keep their own."""
     architecture = get_architecture(file)
     traits, family = ARCHITECTURES[architecture], FAMILIES[get_model_type(file)]
-    parts = {**_layer_names(family), **_MODULE}
+    parts = {**_layer_names(family), **_OTHERS, **_MODULE}
     parts |= {part: parts[usual] for part, usual in traits.renamed.items()}
     outside = _OUTSIDE_LAYERS
     if family.conv_size is not None:
         outside = {**outside, "token_embd_norm.weight": f"{family.names.final_norm}.weight"}
-        parts |= _CONVOLUTION
-    if family.is_layered:
-        outside = {**outside, **_LAYERED_OUTSIDE}
-        parts |= _LAYERED
     if traits.is_head:
         parts, outside = head_names(architecture)
     orders = _orders(file, architecture, traits, family)
-    if family.is_latent:
-        parts |= _LATENT
     if family.delta is not None:
         parts |= _DELTA
         if "ssm_a" in orders:
             parts["ssm_out"] += "_tiled"
     places: dict[str, _TensorPlace] = {}
-    pieces = ((info, piece) for info in file.tensors.values() for piece in _unfused(file, info, parts))
-    for info, (tensor, rows) in pieces:
-        if tensor in _NOT_WEIGHTS:
-            continue
-        part, name, is_stacked = _checkpoint_name(tensor, parts, outside)
+    named = (
+        (info, *names) for info in file.tensors.values() for names in _checkpoint_names(file, info, parts, outside)
+    )
+    for info, part, name, rows in named:
+        is_stacked = "*" in name
         name = name.removeprefix("model.") if traits.is_head else name
         if is_stacked and (len(info.shape) != (2 if name.endswith(".bias") else 3) or info.shape[0] > _MAX_EXPERTS):
             raise CheckpointError(
-                f"{file.path}: {tensor} must hold at most {_MAX_EXPERTS} experts' numbers, one after the other, found "
-                f"shape {list(info.shape)}. Download the file again."
+                f"{file.path}: {info.name} must hold at most {_MAX_EXPERTS} experts' numbers, one after the other, "
+                f"found shape {list(info.shape)}. Download the file again."
             )
         is_transposed = part == "attn_k_b"
         if is_transposed and len(info.shape) != 3:
             raise CheckpointError(
-                f"{file.path}: {tensor} must hold the matrices of all heads, found shape {list(info.shape)}. "
+                f"{file.path}: {info.name} must hold the matrices of all heads, found shape {list(info.shape)}. "
                 "Convert the model again with a current llama.cpp."
             )
         undo: Callable[[Tensor], Tensor] | None = None
         new_axis = None
-        if family.norm_offset and tensor.endswith("norm.weight") and part != "ssm_norm":
-            undo = partial(_less, family.norm_offset)
+        if family.norm_offset and info.name.endswith("norm.weight") and part != "ssm_norm":
+            undo = partial(torch.sub, other=family.norm_offset)
         elif part == "ssm_a":
             undo = _logarithm
         if len(info.shape) == 1 and (part == "ffn_gate_inp_shexp" or name.endswith(_ROWS)):
@@ -221,7 +223,7 @@ def _find_places(file: GgufFile) -> dict[str, _TensorPlace]:
             full_name = name if expert is None else name.replace("*", str(expert))
             if full_name in places:
                 raise CheckpointError(
-                    f"{file.path}: {places[full_name].tensor} and {tensor} are both {full_name}. Convert it again."
+                    f"{file.path}: {places[full_name].tensor} and {info.name} are both {full_name}. Convert it again."
                 )
             order = orders.get(part)
             places[full_name] = _TensorPlace(info.name, expert, rows, order, undo, new_axis, is_transposed)
@@ -236,13 +238,36 @@ def head_names(architecture: str) -> tuple[dict[str, str], dict[str, str]]:
     return parts, {**outside, **_DSPARK, "enc.output_norm.weight": f"{norm}.weight"}
 
 
-def _unfused(file: GgufFile, info: TensorInfo, parts: Mapping[str, str]) -> list[tuple[str, slice | None]]:
-    """Return the tensors of a layer that a fused one holds, and their rows; any other one itself."""
+def _checkpoint_names(
+    file: GgufFile, info: TensorInfo, parts: Mapping[str, str], outside: Mapping[str, str]
+) -> Iterator[tuple[str, str, slice | None]]:
+    """Yield the checkpoint's tensors that a file's tensor holds: the part of a layer, the name, and the rows of each.
+
+    There are several if the converter fused them. In the name, ``*`` stands for the numbers of all experts.
+    """
     match = _LAYER_NAME.fullmatch(info.name)
-    layer, part, _, suffix = match.groups() if match is not None else ("", "", None, None)
-    if part not in _FUSED or part in parts or suffix is None:
-        return [(info.name, None)]
-    count = info.shape[-1 if suffix == ".bias" else -2] if len(info.shape) > 1 or suffix == ".bias" else 0
+    if match is None:
+        if info.name not in _NOT_WEIGHTS:
+            yield "", outside.get(info.name, info.name), None
+        return
+    layer, part, number, suffix = match.groups()
+    pieces: Iterable[tuple[str, slice | None]] = [(part, None)]
+    if part in _FUSED and part not in parts and suffix is not None:
+        pieces = _unfused(file, info, layer, part)
+    for part, rows in pieces:
+        name, is_whole = parts.get(part if number is None else f"{part}_exps"), part in _WHOLE_NAMES
+        if name is None or (number is not None and part.endswith("_exps")) or (suffix is None and not is_whole):
+            yield part, info.name, rows
+            continue
+        if number is not None:  # old files have a tensor for each expert
+            name = name.replace("*", str(int(number)))
+        yield part, f"model.layers.{int(layer)}.{name}{'' if is_whole else suffix}", rows
+
+
+def _unfused(file: GgufFile, info: TensorInfo, layer: str, part: str) -> Iterator[tuple[str, slice]]:
+    """Yield the parts of a layer that a fused tensor holds, and their rows."""
+    is_bias = info.name.endswith(".bias")
+    count = info.shape[-1 if is_bias else -2] if len(info.shape) > 1 or is_bias else 0
     sizes = [count // 2] * 2
     if part == "attn_qkv":
         out = file.tensors.get(f"blk.{layer}.attn_output.weight")
@@ -253,14 +278,8 @@ def _unfused(file: GgufFile, info: TensorInfo, parts: Mapping[str, str]) -> list
             f"{file.path}: {info.name} must hold {', '.join(_FUSED[part])}, found shape {list(info.shape)}. Download "
             "the file again."
         )
-    return [
-        (info.name.replace(f".{part}.", f".{own}."), slice(end - size, end))
-        for own, size, end in zip(_FUSED[part], sizes, accumulate(sizes), strict=True)
-    ]
-
-
-def _less(offset: float, numbers: Tensor) -> Tensor:
-    return numbers - offset
+    for own, size, end in zip(_FUSED[part], sizes, accumulate(sizes), strict=True):
+        yield own, slice(end - size, end)
 
 
 def _logarithm(numbers: Tensor) -> Tensor:
@@ -289,45 +308,17 @@ def _orders(file: GgufFile, architecture: str, traits: Architecture, family: Fam
 def _layer_names(family: Family) -> dict[str, str]:
     """Return the names of a layer's tensors in a checkpoint by their names in a file; ``*`` stands for the expert."""
     names, experts = family.names, family.experts
-    parts = {part: getattr(names, field) for part, field in _IN_LAYERS.items() if getattr(names, field) is not None}
+    parts: dict[str, str | None] = {part: getattr(names, field) for part, field in _IN_LAYERS.items()}
     parts |= dict(zip(("attn_q", "attn_k", "attn_v") if len(names.qkv) == 3 else ("attn_qkv",), names.qkv, strict=True))
     is_split = len(names.gate_up) == 2
     parts |= dict(zip(("ffn_gate", "ffn_up") if is_split else ("ffn_up",), names.gate_up, strict=True))
     if experts is not None:
-        parts["ffn_gate_inp"] = experts.router
+        parts |= {part: getattr(experts, field) for part, field in _IN_EXPERTS.items()}
         for kind, matrix in zip(("gate", "up", "down"), experts.apart, strict=True):
             parts[f"ffn_{kind}_exps"] = matrix.replace("{e}", "*")
             if experts.shared is not None:
                 parts[f"ffn_{kind}_shexp"] = f"{experts.shared}.{kind}_proj"
-        if experts.shared_gate is not None:
-            parts["ffn_gate_inp_shexp"] = experts.shared_gate
-        if experts.score_bias is not None:
-            parts["exp_probs_b"] = experts.score_bias
-        if experts.router_scale is not None:
-            parts["ffn_gate_inp.scale"] = experts.router_scale
-        if experts.expert_scale is not None:
-            parts["ffn_down_exps.scale"] = experts.expert_scale
-    if names.sinks is not None:
-        parts["attn_sinks"] = names.sinks
-    return parts
-
-
-def _checkpoint_name(tensor: str, parts: dict[str, str], outside: dict[str, str]) -> tuple[str, str, bool]:
-    """Return the part of a layer, the checkpoint's name, and if the tensor holds all experts.
-
-    The name then has ``*`` for their number.
-    """
-    match = _LAYER_NAME.fullmatch(tensor)
-    if match is None:
-        return "", outside.get(tensor, tensor), False
-    layer, part, number, suffix = match.groups()
-    name = parts.get(part if number is None else f"{part}_exps")
-    is_whole = part in _WHOLE_NAMES
-    if name is None or (number is not None and part.endswith("_exps")) or (suffix is None and not is_whole):
-        return part, tensor, False
-    if number is not None:  # old files have a tensor for each expert
-        name = name.replace("*", str(int(number)))
-    return part, f"model.layers.{int(layer)}.{name}{'' if is_whole else suffix}", "*" in name
+    return {part: name for part, name in parts.items() if name is not None}
 
 
 def open_weights(folder: Path) -> Weights:

@@ -243,7 +243,7 @@ def load_head(folder: Path) -> Head:
     settings = read_settings(read_config(folder), str(folder / "config.json"))
     stored = read_tensors(folder)
     version = find_version(settings, stored, where)
-    names = sort_names(stored, version, where, own_embedding=settings.own_embedding)
+    names = sort_names(stored, version, where, own_embedding=settings.net["own_embedding"])
     config = find_config(settings, version, names, where)
     tensors = {key: stored[name] for key, name in names.net.items()}
     if "mask_hidden" in tensors:
@@ -385,7 +385,7 @@ def _warnings(settings: HeadSettings, names: Names, form: str) -> list[str]:
         (
             settings.layout == "speculators"
             and settings.norm_before_residual is None
-            and settings.mask_token_id is None,
+            and settings.net["mask_token_id"] is None,
             "config.json lacks `norm_before_residual`: true is taken, as vLLM does, while speculators' own converter "
             "meant false: add it",
         ),

@@ -36,22 +36,6 @@ SHAPE = (
 )  # fmt: skip
 MAX_LAYERS = 4  # a config of more layers without further hints is a language model's
 _ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh")
-# The EAGLE version of each engine's class. "LlamaForCausalLM" may be either.
-_VERSIONS = {
-    "LlamaForCausalLMEagle3": 3,
-    "Eagle3LlamaForCausalLM": 3,
-    "Eagle3Speculator": 3,
-    "Eagle3DraftModel": 3,
-    "LlamaForCausalLMEagle": 1,
-    "EagleLlamaForCausalLM": 1,
-    "EAGLEModel": 1,
-    "Qwen3Eagle3Model": 3,
-    "Eagle3Qwen3ForCausalLM": 3,
-    "PEagleDraftModel": 3,
-    "PEagleSpeculator": 3,
-    "PeagleLlamaForCausalLM": 3,
-    "PeagleQwen3ForCausalLM": 3,
-}
 # The layers that Draftwing runs by their ``model_type``. The tensors tell biases and norms; phi3's and others' configs
 # go with plain Llama tensors.
 _LAYERS = ("llama", "eagle", "qwen2", "qwen3", "phi3", "mistral")
@@ -75,14 +59,10 @@ class Block:
     """The ``draftwing`` part of a config: what other layouts cannot express. The defaults stand for a missing part."""
 
     version: int | None = None
-    inputs: Inputs = "feature-shifted"
     taps: tuple[int, ...] | None = None
-    target: TargetId | None = None
     training: Mapping[str, Any] = field(default_factory=dict)
     fc_bias: bool | None = None
-    own_embedding: bool = False
-    calibration: Calibration = field(default_factory=Calibration)
-    num_levels: int | None = None
+    net: Mapping[str, Any] = field(default_factory=dict)  # see ``HeadSettings``
 
 
 @dataclass(frozen=True)
@@ -91,28 +71,23 @@ class HeadSettings:
 
     layout: str  # ``draftwing``, ``speculators``, ``model-optimizer`` or ``eagle`` (all others look alike)
     shape: Mapping[str, Any]  # the keys of a transformers config
+    # fields of an ``EagleConfig`` that tensors do not tell; ``own_embedding`` if the file's embedding is not the
+    # target's
+    net: Mapping[str, Any]
     version: int | None
     draft_vocab_size: int | None
     bias: bool | None  # True if fc has one
     norm_before_residual: bool | None
-    norm_before_fc: bool
-    fc_norm: bool
-    norm_output: bool
     tap_ids: tuple[int, ...] | None  # as written; ``taps_are_outputs`` tells how they count
     taps_are_outputs: bool
     num_taps: int | None  # if it is given separately
     num_layers: int
     qkv_bias: bool | None
     attention_bias: bool | None
-    target_hidden_size: int | None  # only if the target's width differs from the head's
-    own_embedding: bool  # the embedding in the file is not the target's
     rope_theta_given: bool  # False if every reader takes 10000 because the key is missing
     has_block: bool  # True if Draftwing wrote the config, so that ``block`` comes from it
     block: Block
     verifier: str | None
-    # mask_token_id, num_levels: of P-EAGLE alone, see ``EagleConfig``
-    mask_token_id: int | None
-    num_levels: int
 
 
 def is_head_config(config: Mapping[str, Any]) -> bool | None:
@@ -121,7 +96,7 @@ def is_head_config(config: Mapping[str, Any]) -> bool | None:
         return True
     if claimed_version(config) is not None or config.get("eagle_config") or is_medusa(config) or dflash_kind(config):
         return True
-    if config.get("model_type") in ("eagle", "gemma4_assistant") or "eagle" in str(config.get("architectures")).lower():
+    if config.get("model_type") in ("eagle", "gemma4_assistant"):
         return True
     layers = config.get("num_hidden_layers")
     return None if isinstance(layers, int) and 1 <= layers <= MAX_LAYERS else False
@@ -152,10 +127,10 @@ def is_parallel(config: Mapping[str, Any]) -> bool:
 
 
 def claimed_version(config: Mapping[str, Any]) -> int | None:
-    """Return 1 or 3 by the class name in a config; None if it does not tell."""
-    for name in _class_names(config):
-        if name in _VERSIONS:
-            return _VERSIONS[name]
+    """Return 1 or 3 by the class name in a config; None if it does not tell, as LlamaForCausalLM."""
+    for name in map(str.lower, _class_names(config)):
+        if "eagle" in name:
+            return 3 if "eagle3" in name or "peagle" in name else 1
     return 3 if config.get("draft_vocab_size") not in (None, config.get("vocab_size")) else None
 
 
@@ -189,10 +164,16 @@ def read_settings(config: Mapping[str, Any], where: str) -> HeadSettings:
     target_hidden = top.get("target_hidden_size", "size")
     target_hidden = None if target_hidden == inside.get("hidden_size", "size") else target_hidden
     inner_ids, outer_ids, deepspec_ids = nested.layers(TAP_IDS), top.layers(TAP_IDS), top.layers("target_layer_ids")
-    norm_before_fc = nested.get("norm_before_fc", "flag")
-    fc_norm = top.get("fc_norm", "flag")
     ropes = [shape, shape.get("rope_parameters"), shape.get("rope_scaling")]
-    block, mask = _read_block(config, where), None
+    block = _read_block(config, where)
+    net: dict[str, Any] = {
+        "norm_before_fc": bool(nested.get("norm_before_fc", "flag", top.get("norm_before_fc", "flag"))),
+        "fc_norm": bool(top.get("fc_norm", "flag", top.get("use_aux_norm", "flag"))),
+        "norm_output": bool(top.get("norm_output", "flag")),
+        "target_hidden_size": target_hidden,
+        "own_embedding": bool(target_hidden or top.get("embed_requires_grad", "flag")),
+        "mask_token_id": None,
+    }
     if is_parallel(config):
         mask = next((token for key in _MASK_KEYS if (token := top.get(key, "id")) is not None), None)
         if mask is None:
@@ -200,33 +181,28 @@ def read_settings(config: Mapping[str, Any], where: str) -> HeadSettings:
                 f"{where}: lacks `mask_token_id`, the token that a P-EAGLE head reads for one that is not known yet "
                 f"(SpecForge has it in the training config): add it"
             )
-    proposals = top.inner("speculators_config").values.get("proposal_methods")
-    proposal = proposals[0] if isinstance(proposals, list) and proposals and isinstance(proposals[0], dict) else {}
-    num_levels = block.num_levels or SettingsReader(proposal, where).get("speculative_tokens", "size", 8)
+        proposals = top.inner("speculators_config").values.get("proposal_methods")
+        proposal = proposals[0] if isinstance(proposals, list) and proposals and isinstance(proposals[0], dict) else {}
+        levels = SettingsReader(proposal, where).get("speculative_tokens", "size", 8)  # the trainers' default
+        net |= {"mask_token_id": mask, "num_levels": levels}
     return HeadSettings(
         layout="draftwing" if "draftwing" in config and layout == "eagle" else layout,
         shape=shape,
+        net={**net, **block.net},
         version=block.version or (3 if layout == "speculators" else claimed_version(config)),
         draft_vocab_size=top.get("draft_vocab_size", "size"),
         bias=top.get("bias", "flag"),
         norm_before_residual=top.get("norm_before_residual", "flag"),
-        norm_before_fc=bool(top.get("norm_before_fc", "flag") if norm_before_fc is None else norm_before_fc),
-        fc_norm=bool(top.get("use_aux_norm", "flag") if fc_norm is None else fc_norm),
-        norm_output=bool(top.get("norm_output", "flag")),
         tap_ids=outer_ids or inner_ids or deepspec_ids,  # vLLM reads the outer ones first
         taps_are_outputs=not outer_ids and (inner_ids or deepspec_ids) is not None,
         num_taps=top.get("num_aux_hidden_states", "size") or inside.get("num_aux_hidden_states", "size"),
         num_layers=inside.get("num_hidden_layers", "size") or 1,
         qkv_bias=inside.get("qkv_bias", "flag"),
         attention_bias=inside.get("attention_bias", "flag"),
-        target_hidden_size=target_hidden,
-        own_embedding=bool(target_hidden or top.get("embed_requires_grad", "flag") or block.own_embedding),
         rope_theta_given=any(isinstance(rope, Mapping) and rope.get("rope_theta") is not None for rope in ropes),
         has_block="draftwing" in config,
         block=block,
         verifier=verifier if isinstance(verifier, str) else None,
-        mask_token_id=mask,
-        num_levels=8 if mask is None else num_levels,  # 8: the trainers' default
     )
 
 
@@ -247,9 +223,9 @@ def eagle_config(settings: HeadSettings, version: int, num_taps: int, names: Nam
             f"{where}: an EAGLE-1 head with a draft vocabulary of {settings.draft_vocab_size} tokens is not "
             f"supported: {OTHER_ENGINE}"
         )
-    residual, block = settings.norm_before_residual, settings.block
+    residual = settings.norm_before_residual
     if residual is None:  # speculators' EAGLE-3 leaves out true
-        residual = settings.layout == "speculators" and settings.mask_token_id is None
+        residual = settings.layout == "speculators" and settings.net["mask_token_id"] is None
     try:
         return EagleConfig.for_target(
             version,
@@ -257,21 +233,12 @@ def eagle_config(settings: HeadSettings, version: int, num_taps: int, names: Nam
             settings.draft_vocab_size,
             rope=replace(model.rope, rotary_dim=int(model.head_dim * rotated)),
             taps=(UNKNOWN_TAP,) * num_taps,
-            inputs=block.inputs,
-            target=block.target,
-            calibration=block.calibration,
             fc_bias="fc.bias" in names.net,
             norm_before_residual=residual,
-            mask_token_id=settings.mask_token_id,
-            num_levels=settings.num_levels,
-            norm_before_fc=settings.norm_before_fc,
-            fc_norm=settings.fc_norm,
-            norm_output=settings.norm_output,
             num_layers=names.num_layers,
             qkv_bias=names.has_qkv_bias,
             qk_norm=names.has_qk_norm,
-            target_hidden_size=settings.target_hidden_size,
-            own_embedding=settings.own_embedding,
+            **settings.net,
         )
     except ConfigError as error:
         raise type(error)(f"{where}: {error}; correct it in config.json") from error
@@ -335,31 +302,24 @@ def _read_block(config: Mapping[str, Any], where: str) -> Block:
         raise ConfigError(
             f"{inside}: `inputs` must be one of {', '.join(get_args(Inputs))}, found {inputs!r:.60}: correct it"
         )
-    target = None
+    net: dict[str, Any] = {"inputs": inputs}
     if block.values.get("target") is not None:
         reader = block.inner("target")
         sizes = {key: reader.get(key, "size", 0) for key in ("hidden_size", "num_layers", "vocab_size")}
-        target = TargetId(
-            name=reader.get("name", "string", ""), vocab_hash=reader.get("vocab_hash", "string", ""), **sizes
-        )
+        texts = {key: reader.get(key, "string", "") for key in ("name", "vocab_hash")}
+        net["target"] = TargetId(**texts, **sizes)
     reader, default = block.inner("calibration"), Calibration()
     sharpness, scale = (reader.get(name, "number", getattr(default, name)) for name in ("sharpness", "scale"))
     miss = reader.get("miss", "share", default.miss)
     try:
-        calibration = Calibration(float(sharpness), float(miss), float(scale))
+        net["calibration"] = Calibration(float(sharpness), float(miss), float(scale))
     except ConfigError as error:
         raise ConfigError(f"{inside}: {error}: correct it, or remove `calibration`") from error
-    return Block(
-        version=version,
-        inputs=inputs,
-        taps=block.layers("taps"),
-        target=target,
-        training=block.inner("training").values,
-        fc_bias=block.get("fc_bias", "flag"),
-        own_embedding=block.get("own_embedding", "flag", False),
-        calibration=calibration,
-        num_levels=block.get("num_levels", "size"),
-    )
+    for key, kind in (("own_embedding", "flag"), ("num_levels", "size")):
+        if value := block.get(key, kind):
+            net[key] = value
+    training, fc_bias = block.inner("training").values, block.get("fc_bias", "flag")
+    return Block(version, block.layers("taps"), training, fc_bias, net)
 
 
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {

@@ -52,7 +52,6 @@ from draftwing.models.layers import DecoderLayer
 from draftwing.models.lean import (
     LeanTarget,
     Reader,
-    ResizedNet,
     TappedNet,
     read_layer,
     read_norm,
@@ -97,11 +96,11 @@ class CausalLMDrafter(NetDrafter):
                 f"float32, bfloat16 or int8, or choose draft='lookup'"
             )
         self.model, self._calibration = model, calibration or Calibration()
-        self._num_tokens = model.net.num_tokens if isinstance(model.net, ResizedNet) else target_vocab_size
+        self._num_tokens = model.net.num_tokens
         self.name = f"causal-lm ({model.name})"
         self.num_bytes, self.runs_as = model.num_weight_bytes, model.runs_as
         self.identity = f"{self.name}, {self.num_bytes}"
-        if isinstance(model.net, ResizedNet) and model.net.places is not None:
+        if model.net.places is not None:
             self.tokenizer = "another, with the target's tokens under other ids"
         self.runner = model.runs.runner(model.net, self)
         self._read: list[int] = []  # tokens of each row that lie in its slots here

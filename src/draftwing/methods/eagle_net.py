@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from draftwing.errors import ConfigError
 from draftwing.methods.calibration import Calibration
-from draftwing.methods.net import LAYER_FIELDS, DraftNet, TargetId, layer_names
+from draftwing.methods.net import LAYER_FIELDS, DraftNet, Place, TargetId, layer_places
 from draftwing.models.attention import Attend
 from draftwing.models.config import Activation, ModelConfig, RopeConfig
 from draftwing.models.layers import DecoderLayer, RMSNorm, columns, concat
@@ -144,65 +144,39 @@ class EagleConfig:
 #               own embedding
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Rows from ``start`` on of the parameter at ``path``, as many as ``shape`` has."""
-
-    path: str
-    shape: tuple[int, ...]
-    start: int = 0
-
-
 def tensor_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
     return {name: place.shape for name, place in _places(config).items()}
 
 
-def _places(config: EagleConfig) -> dict[str, _Place]:
+def _places(config: EagleConfig) -> dict[str, Place]:
     is_third, hidden = config.version == 3, config.hidden_size
     taps = config.feature_size * len(config.taps)
-    places = {"fc.weight": _Place("fc.weight", (hidden, taps if is_third else 2 * hidden))}
+    places = {"fc.weight": Place("fc.weight", (hidden, taps if is_third else 2 * hidden))}
     if config.fc_bias:
-        places["fc.bias"] = _Place("fc.bias", (hidden,))
+        places["fc.bias"] = Place("fc.bias", (hidden,))
     for index in range(config.num_layers):
         is_widened = is_third and index == 0
         name = "midlayer" if is_widened else f"layers.{index}"
-        places |= _layer_places(config, name, f"layers.{index}", 2 * hidden if is_widened else hidden)
+        width, biased = 2 * hidden if is_widened else hidden, ("qkv",) if config.qkv_bias else ()
+        places |= layer_places(config, name, f"layers.{index}", width, biased=biased, qk_norm=config.qk_norm)
         if index:
-            places[f"{name}.input_layernorm.weight"] = _Place(f"layers.{index}.input_norm.weight", (hidden,))
+            places[f"{name}.input_layernorm.weight"] = Place(f"layers.{index}.input_norm.weight", (hidden,))
     if is_third:
         places |= {
-            "midlayer.input_layernorm.weight": _Place("token_norm.weight", (hidden,)),
-            "midlayer.hidden_norm.weight": _Place("state_norm.weight", (hidden,)),
-            "norm.weight": _Place("norm.weight", (hidden,)),
-            "lm_head.weight": _Place("head.weight", (config.draft_vocab_size, hidden)),
+            "midlayer.input_layernorm.weight": Place("token_norm.weight", (hidden,)),
+            "midlayer.hidden_norm.weight": Place("state_norm.weight", (hidden,)),
+            "norm.weight": Place("norm.weight", (hidden,)),
+            "lm_head.weight": Place("head.weight", (config.draft_vocab_size, hidden)),
         }
     if config.norm_before_fc:
-        places["input_norm.weight"] = _Place("input_norm.weight", (taps,))
+        places["input_norm.weight"] = Place("input_norm.weight", (taps,))
     if config.fc_norm:
         for index in range(len(config.taps)):
-            places[f"fc_norm.{index}.weight"] = _Place(f"tap_norms.{index}.weight", (config.feature_size,))
+            places[f"fc_norm.{index}.weight"] = Place(f"tap_norms.{index}.weight", (config.feature_size,))
     if config.mask_token_id is not None:
-        places["mask_hidden"] = _Place("mask_hidden", (taps,))
+        places["mask_hidden"] = Place("mask_hidden", (taps,))
     if config.own_embedding:
-        places["embed_tokens.weight"] = _Place("embedding.table", (config.vocab_size, hidden))
-    return places
-
-
-def _layer_places(config: EagleConfig, name: str, path: str, width: int) -> dict[str, _Place]:
-    """Return the places of a decoder layer whose attention reads ``width`` numbers, without its input norm."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    rows = {"out": [hidden], "mlp.gate_up": [inner, inner], "mlp.down": [hidden], "qkv": [query, key, key]}
-    widths = {"out": query, "mlp.down": inner, "qkv": width}
-    places = {f"{name}.post_attention_layernorm.weight": _Place(f"{path}.post_norm.weight", (hidden,))}
-    for module, sizes in rows.items():
-        for number, (part, size) in enumerate(zip(layer_names()[module], sizes, strict=True)):
-            shape, start = (size, widths.get(module, hidden)), sum(sizes[:number])
-            places[f"{name}.{part}.weight"] = _Place(f"{path}.{module}.weight", shape, start)
-            if module == "qkv" and config.qkv_bias:
-                places[f"{name}.{part}.bias"] = _Place(f"{path}.{module}.bias", (size,), start)
-    for module in ("q_norm", "k_norm") if config.qk_norm else ():
-        places[f"{name}.{layer_names()[module][0]}.weight"] = _Place(f"{path}.{module}.weight", (config.head_dim,))
+        places["embed_tokens.weight"] = Place("embedding.table", (config.vocab_size, hidden))
     return places
 
 

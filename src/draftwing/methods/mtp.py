@@ -44,7 +44,7 @@ from draftwing.models.context import Context, Row, TargetOutput
 from draftwing.models.layers import DecoderLayer, Norm, concat
 from draftwing.models.lean import Reader, read_layer, read_norm, rotary_of
 from draftwing.models.linear import Embedding, Layout, Linear
-from draftwing.models.rope import LayeredRotary, Rotary
+from draftwing.models.rope import Rotary
 from draftwing.models.target import Target
 from draftwing.models.weights import Weights
 from draftwing.runtime.choose import can_trace
@@ -138,7 +138,7 @@ class MtpNet(DraftNet):
     def is_traceable(self) -> bool:
         return can_trace(None if self._like is None else self._like.latent)
 
-    def new_rotary(self) -> Rotary | LayeredRotary:
+    def new_rotary(self) -> Rotary:
         return super().new_rotary() if self._like is None else rotary_of(self._like, self.dtype, self.device)
 
     @property

@@ -9,7 +9,7 @@ Shape suffixes: B rows, T tokens, R entries (of any sequences), H hidden, F feat
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self, cast
 
@@ -23,7 +23,7 @@ from draftwing.models.config import ModelConfig, RopeConfig
 from draftwing.models.families import FAMILIES
 from draftwing.models.layers import DecoderLayer, Experts, GatedMLP, RMSNorm, SharedExpert
 from draftwing.models.linear import Embedding, Layout, Linear, has_exact_int8
-from draftwing.models.rope import LayeredRotary, Rotary
+from draftwing.models.rope import Rotary
 from draftwing.runtime.choose import runtime_for
 from draftwing.runtime.forward import NetShape, Runtime, TorchRuntime
 
@@ -55,6 +55,43 @@ _SIZES = (
 def layer_names(model_type: str = "llama") -> dict[str, list[str]]:
     """Map a decoder layer's modules to their names in Hugging Face folders; several are stacked to make one matrix."""
     return FAMILIES[model_type].names.modules()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Rows from ``start`` on of a net's parameter at ``path``, as many as ``shape`` has: a tensor of a file."""
+
+    path: str
+    shape: tuple[int, ...]
+    start: int = 0
+
+
+def layer_places(
+    config: Any, name: str, path: str, width: int, *, biased: Collection[str] = (), qk_norm: bool = False
+) -> dict[str, Place]:
+    """Return the places of a decoder layer's tensors, except for its input norm.
+
+    Args:
+        name: of the layer, before the names that its tensors have in Hugging Face folders.
+        path: of the layer in the net.
+        width: number of inputs of its attention.
+        biased: modules with biases.
+        qk_norm: queries and keys have norms.
+    """
+    hidden, inner = config.hidden_size, config.intermediate_size
+    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    rows = {"out": [hidden], "mlp.gate_up": [inner, inner], "mlp.down": [hidden], "qkv": [query, key, key]}
+    widths = {"out": query, "mlp.down": inner, "qkv": width}
+    places = {f"{name}.post_attention_layernorm.weight": Place(f"{path}.post_norm.weight", (hidden,))}
+    for module, sizes in rows.items():
+        for number, (part, size) in enumerate(zip(layer_names()[module], sizes, strict=True)):
+            shape, start = (size, widths.get(module, hidden)), sum(sizes[:number])
+            places[f"{name}.{part}.weight"] = Place(f"{path}.{module}.weight", shape, start)
+            if module in biased:
+                places[f"{name}.{part}.bias"] = Place(f"{path}.{module}.bias", (size,), start)
+    for module in ("q_norm", "k_norm") if qk_norm else ():
+        places[f"{name}.{layer_names()[module][0]}.weight"] = Place(f"{path}.{module}.weight", (config.head_dim,))
+    return places
 
 
 @dataclass(frozen=True)
@@ -149,7 +186,7 @@ class DraftNet(nn.Module, ABC):
         # In a list, so that the target's head is not a parameter of this module.
         self._target_head = [] if target_head is None else [target_head]
         self.runs = cast(Runtime, TorchRuntime())
-        self._rotary: tuple[tuple[torch.dtype, torch.device], Rotary | LayeredRotary] | None = None
+        self._rotary: tuple[tuple[torch.dtype, torch.device], Rotary] | None = None
 
     def new_matrix(self, num_out: int, num_in: int, *, bias: bool = False) -> Linear:
         """Return a new random matrix; a bias starts at zero."""
@@ -271,13 +308,13 @@ class DraftNet(nn.Module, ABC):
         return self.embedding.device
 
     @property
-    def rotary(self) -> Rotary | LayeredRotary:
+    def rotary(self) -> Rotary:
         key = self.dtype, self.device
         if self._rotary is None or self._rotary[0] != key:  # the net was moved
             self._rotary = key, self.new_rotary()
         return self._rotary[1]
 
-    def new_rotary(self) -> Rotary | LayeredRotary:
+    def new_rotary(self) -> Rotary:
         """Return the rotation of its positions, in its dtype and on its device."""
         return Rotary(self.config.rope, self.dtype, self.device)
 

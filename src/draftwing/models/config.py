@@ -458,11 +458,6 @@ class ModelConfig:
     def family(self) -> Family:
         return FAMILIES[self.model_type]
 
-    @property
-    def runs_dense(self) -> bool:
-        """True if a forward knows what it computes before it runs: no experts, and no states that are walked."""
-        return self.moe is None and self.delta is None
-
     def sizes_of(self, layer: int) -> LayerSizes:
         """The sizes of a layer."""
         if self.layer_sizes:

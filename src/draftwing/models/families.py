@@ -458,7 +458,7 @@ FAMILIES: Final[dict[str, Family]] = {
             "original_max_position_embeddings": 4096,
         },
         experts=ExpertTraits(
-            128, 4, "mlp.router", ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+            128, 4, "mlp.router", ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"), is_transposed=True,
             size=Key("intermediate_size", 0), scores="chosen", router_bias=True,
             clamp=(Key("swiglu_alpha", 1.702), Key("swiglu_limit", 7.0)),
         ),

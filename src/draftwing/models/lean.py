@@ -9,7 +9,7 @@ Shape suffixes: B rows, N nodes, T tokens, R rows of a forward, F features, H hi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -54,7 +54,7 @@ from draftwing.models.layers import (
 from draftwing.models.linear import Embedding, Layout, Linear, check_arithmetic, check_quantize, runs_as
 from draftwing.models.lora import LoraWeights
 from draftwing.models.recurrent import GatedDelta
-from draftwing.models.rope import LayeredRotary, Rotary
+from draftwing.models.rope import Rotary
 from draftwing.models.target import Target, own_context
 from draftwing.models.weights import Stored, Weights, check_finite, mxfp4_blocks
 from draftwing.noise import AcceptArgs
@@ -111,61 +111,71 @@ class Reader:
         layout = replace(self.layout, quantize=None) if exact else self.layout
         if is_head and layout.quantize == "q4":
             layout = replace(layout, quantize="int8")
-        shapes = {f"{name}.weight": (out, num_in) for name, out in zip(names, outs, strict=True)}
-        if layout.runs == "kernel":
-            return self._packed(
-                shapes, lambda parts: _linear(_reordered(parts, rows), bias_of_all, layout, gated=gated)
-            )
-        weights = [self.tensor(name, *shape) for name, shape in shapes.items()]
-        stacked = torch.cat(weights) if len(weights) > 1 else weights[0]
-        stacked = stacked if rows is None else stacked[rows]
-        del weights  # otherwise the float matrices are in memory twice while one is quantised
-        return Linear(stacked, bias_of_all).lay_out(layout, gated=gated)
+        weights = {f"{name}.weight": out for name, out in zip(names, outs, strict=True)}
+        held = {name: self._stored(name, (out, num_in)) for name, out in weights.items()}
+        return self._packed(held, lambda parts: _linear(_reordered(parts, rows), bias_of_all, layout, gated=gated))
 
     def embedding(self, name: str, num_tokens: int, width: int, rows: Tensor | None = None) -> Embedding:
         """Read an embedding, or some of its ``rows``."""
-        if self.layout.runs != "kernel":
-            table = self.tensor(name, num_tokens, width)
-            return Embedding(table if rows is None else table[rows])
-        return self._packed(
-            {name: (num_tokens, width)}, lambda parts: Embedding(Packed.of_stored(_reordered(parts, rows), None))
-        )
 
-    def matrices(
-        self, name: str, shape: tuple[int, int, int], *, gated: bool = False, is_transposed: bool = False
+        def pack(parts: list[Stored]) -> Embedding:
+            (part,) = _reordered(parts, rows)
+            return Embedding(Packed.of_stored([part], None) if self.layout.runs == "kernel" else part.data)
+
+        return self._packed({name: self._stored(name, (num_tokens, width))}, pack)
+
+    def experts(
+        self, name: str, shape: tuple[int, int, int], traits: ExpertTraits, *, gated: bool = False
     ) -> list[Linear]:
-        """The matrices that a tensor (experts, out, in) holds, or (experts, in, out) if ``is_transposed``."""
-        if self.layout.runs != "kernel":
-            matrices = ((matrix.T if is_transposed else matrix).contiguous() for matrix in self.tensor(name, *shape))
-            return [Linear(matrix).lay_out(self.layout, gated=gated) for matrix in matrices]
+        """The matrices that a tensor of all experts, of ``shape`` (experts, out, in), or blocks of 4 bits hold.
+
+        gpt-oss's have biases, and gates and ups alternate.
+        """
+        biases = [None] * shape[0] if traits.clamp is None else self.tensor(f"{name}_bias", *shape[:2])
+        rows = torch.arange(shape[1]).view(-1, 2).T.flatten() if gated and traits.clamp is not None else slice(None)
+
+        def pack(parts: list[Stored]) -> Linear:
+            bias = biases[len(matrices)]
+            part = replace(parts[0], data=parts[0].data[rows].contiguous())
+            return _linear([part], None if bias is None else bias[rows], self.layout, gated=gated)
+
+        matrices: list[Linear] = []
+        for held in self._of_experts(name, shape, traits.is_transposed):
+            matrices.append(self._packed(held, pack))
+        return matrices
+
+    def _of_experts(self, name: str, shape: tuple[int, int, int], is_transposed: bool) -> Iterator[dict[str, Stored]]:
+        """Yield each expert's matrix under the name of its tensor in the file."""
+        count, num_out, num_in = shape
+        if f"{name}_blocks" in self.files:
+            scales = self.files.get(f"{name}_scales", None, (count, num_out, num_in // 32))
+            self.used |= {f"{name}_blocks", f"{name}_scales"}
+            name = f"{name}_blocks"
+            for part in map(mxfp4_blocks, self.files.get(name, None, (count, num_out, num_in // 32, 16)), scales):
+                yield {name: part if self.layout.runs == "kernel" else self._plain(name, part.expand())}
+            return
+        stored = self._stored(name, (count, num_in, num_out) if is_transposed else shape)
+        for matrix in stored.data:
+            yield {name: replace(stored, num_in=num_in, data=matrix.T if is_transposed else matrix)}
+
+    def _stored(self, name: str, shape: tuple[int, ...]) -> Stored:
+        """A tensor as its runtime takes it: in the file's format for the CPU kernel, otherwise plain and checked."""
         self.used.add(name)
-        stored = self.files.stored(name, shape)
-        matrices = (matrix.T.contiguous() if is_transposed else matrix for matrix in stored.data)
-        parts = (replace(stored, num_in=matrix.shape[1], data=matrix) for matrix in matrices)
-        packed = [self.own(name, part, None, gated=gated) for part in parts]
-        self.files.drop(stored)
-        return packed
-
-    def own(self, name: str, part: Stored, bias: Tensor | None, *, gated: bool) -> Linear:
-        """Lay a matrix out that was made of the tensors ``name``. Raises CheckpointError if a number is not finite."""
         if self.layout.runs == "kernel":
-            return self._checked({name: part}, lambda parts: _linear(parts, bias, self.layout, gated=gated))
-        weight = part.expand()
+            return self.files.stored(name, shape)
+        return self._plain(name, self.files.get(name, self.dtype, shape))
+
+    def _plain(self, name: str, weight: Tensor) -> Stored:
         check_finite(name, weight)
-        return Linear(weight.to(self.device, self.dtype), bias).lay_out(self.layout, gated=gated)
+        return Stored("plain", weight.shape[-1], weight.to(self.device, self.dtype))
 
-    def _packed(self, shapes: dict[str, tuple[int, int]], pack: Callable[[list[Stored]], T]) -> T:
-        """Pack matrices of the files. Raises CheckpointError if a number is not finite."""
-        self.used.update(shapes)
-        held = {name: self.files.stored(name, shape) for name, shape in shapes.items()}
-        try:
-            return self._checked(held, pack)
-        finally:
-            for part in held.values():
-                self.files.drop(part)
+    def _packed(self, held: dict[str, Stored], pack: Callable[[list[Stored]], T]) -> T:
+        """Pack matrices; the CPU kernel's in their own formats or that of the layout.
 
-    def _checked(self, held: dict[str, Stored], pack: Callable[[list[Stored]], T]) -> T:
-        """Pack matrices in their own formats or that of the layout, and name one with a number that is not finite."""
+        Raises CheckpointError, which names the matrix, if a number is not finite.
+        """
+        if self.layout.runs != "kernel":
+            return pack([*held.values()])
         convert = Stored.rounded if self.layout.rounds else Stored.expanded if self.layout.expand else Stored.narrowed
         parts = [convert(part) for part in held.values()]
         try:
@@ -175,6 +185,9 @@ class Reader:
         except NotFiniteError:
             self._check(held, parts)
             raise
+        finally:
+            for part in held.values():
+                self.files.drop(part)
 
     def _check(self, names: Iterable[str], parts: Sequence[Stored]) -> None:
         for name, part in zip(names, parts, strict=True):
@@ -182,7 +195,10 @@ class Reader:
 
 
 def _linear(parts: list[Stored], bias: Tensor | None, layout: Layout, *, gated: bool) -> Linear:
-    """A matrix for the CPU kernel."""
+    """Stack matrices of one input and lay them out."""
+    if layout.runs != "kernel":
+        weight = torch.cat([part.data for part in parts]) if len(parts) > 1 else parts[0].data
+        return Linear(weight, bias).lay_out(layout, gated=gated)
     return Linear.of_stored(
         parts, bias, layout.quantize, gated=gated, rounds=layout.rounds, arithmetic=layout.arithmetic
     )
@@ -457,22 +473,19 @@ def _read_experts(
     assert moe is not None
     count, width = moe.num_experts, moe.intermediate_size
     stacked = [f"{base}{name}" for name in names.stacked]
-    if moe.clamp is not None:
-        experts: Sequence[GatedMLP] = _read_clamped(reader, config, names, base)
-    elif stacked[0] in reader.files:
-        shapes = (count, 2 * width, hidden), (count, hidden, width)
-        if names.is_transposed:
-            shapes = (count, hidden, 2 * width), (count, width, hidden)
-        inner, outer = (
-            reader.matrices(name, shape, gated=gated, is_transposed=names.is_transposed)
-            for name, shape, gated in zip(stacked, shapes, (True, False), strict=True)
-        )
-        for down in outer:
-            down.scale = config.residual_scale
-        experts = [GatedMLP(*pair, config.activation) for pair in zip(inner, outer, strict=True)]
+    if stacked[0] in reader.files or f"{stacked[0]}_blocks" in reader.files:
+        inner = reader.experts(stacked[0], (count, 2 * width, hidden), names, gated=True)
+        outer = reader.experts(stacked[1], (count, hidden, width), names)
     else:
-        named = [[name.format(e=expert) for name in names.apart] for expert in range(count)]
-        experts = [cast(GatedMLP, mlp_of(parts[:2], parts[2], width)) for parts in named]
+        inner, outer, has_bias = [], [], names.clamp is not None
+        for expert in range(count):
+            *first, second = (base + name.format(e=expert) for name in names.apart)
+            inner.append(reader.linear(first, [width, width], hidden, has_bias, gated=True))
+            outer.append(reader.linear([second], [hidden], width, has_bias))
+    experts: list[GatedMLP] = []
+    for pair in zip(inner, outer, strict=True):
+        pair[1].scale = config.residual_scale
+        experts.append(GatedMLP(*pair, config.activation) if moe.clamp is None else ClampedMLP(*pair, *moe.clamp))
     router = reader.linear([base + names.router], [count], hidden, names.router_bias, exact=True)
     bias = None
     if names.score_bias is not None:
@@ -507,54 +520,9 @@ def _norms_beside(
     return mlp_in, mlp_out, experts_in, experts_out, RMSNorm(scale, config.rms_norm_eps)
 
 
-def _read_clamped(reader: Reader, config: ModelConfig, names: ExpertTraits, base: str) -> list[ClampedMLP]:
-    """Read gpt-oss's experts: matrices (in, out) of all in one tensor, or blocks of 4 bits; gate and up alternate.
-
-    GGUF files have matrices of each expert, gate and up apart.
-    """
-    moe, hidden = config.moe, config.hidden_size
-    assert moe is not None
-    assert moe.clamp is not None
-    count, width = moe.num_experts, moe.intermediate_size
-    if f"{base}mlp.experts.0.gate_proj.weight" in reader.files:
-        experts = []
-        for each in (f"{base}mlp.experts.{expert}." for expert in range(count)):
-            first = [f"{each}gate_proj", f"{each}up_proj"]
-            gate_up = reader.linear(first, [width, width], hidden, bias=True, gated=True)
-            down = reader.linear([f"{each}down_proj"], [hidden], width, bias=True)
-            experts.append(ClampedMLP(gate_up, down, *moe.clamp))
-        return experts
-
-    def read(name: str, num_out: int, num_in: int, order: Tensor | None = None) -> Callable[[int], Linear]:
-        """A function that returns the matrix of an expert, with its rows in another order."""
-        name, rows = base + name, slice(None) if order is None else order
-        biases = reader.tensor(f"{name}_bias", count, num_out)
-        if f"{name}_blocks" not in reader.files:
-            stacked = reader.tensor(name, count, num_in, num_out)
-            return lambda expert: Linear(stacked[expert].T[rows].contiguous(), biases[expert][rows]).lay_out(
-                reader.layout, gated=order is not None
-            )
-        blocks = reader.files.get(f"{name}_blocks", None, (count, num_out, num_in // 32, 16))
-        scales = reader.files.get(f"{name}_scales", None, (count, num_out, num_in // 32))
-        reader.used |= {f"{name}_blocks", f"{name}_scales"}
-        return lambda expert: reader.own(
-            f"{name}_blocks", mxfp4_blocks(blocks[expert][rows], scales[expert][rows]), biases[expert][rows],
-            gated=order is not None,
-        )  # fmt: skip
-
-    halves = torch.arange(2 * width).view(-1, 2).T.flatten()
-    gate_ups = read(names.matrices[0], 2 * width, hidden, halves)
-    downs = read(names.matrices[1], hidden, width)
-    return [ClampedMLP(gate_ups(expert), downs(expert), *moe.clamp) for expert in range(count)]
-
-
-def rotary_of(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Rotary | LayeredRotary:
+def rotary_of(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Rotary:
     """The rotations of a model's layers."""
-    rotary = Rotary(config.rope, dtype, device)
-    if config.local_rope is None and config.query_scale is None:
-        return rotary
-    local = [] if config.local_rope is None else [Rotary(config.local_rope, dtype, device)]
-    return LayeredRotary([rotary, *local], config.query_scale)
+    return Rotary(config.rope, dtype, device, local=config.local_rope, query_scale=config.query_scale)
 
 
 def _is_tied(files: Weights) -> bool:
@@ -567,25 +535,21 @@ def _is_tied(files: Weights) -> bool:
 
 
 def _read_ends(reader: Reader, config: ModelConfig, rows: Tensor | None) -> tuple[Embedding, Linear]:
-    """The input embedding and the LM head; if they are one matrix, the CPU kernel keeps it once.
+    """The input embedding and the LM head; one matrix is kept once if both can use it.
 
     ``rows`` renumber the tokens: see ``LeanTarget.from_folder``.
     """
-    size, name = (config.vocab_size, config.hidden_size), "model.embed_tokens"
-    if rows is not None:
-        head_name = name if config.tie_word_embeddings else "lm_head"
-        embedding = reader.embedding(f"{name}.weight", *size, rows.clamp(min=0))
-        head = reader.linear([head_name], [size[0]], size[1], is_head=True, rows=rows[rows >= 0])
-    elif not config.tie_word_embeddings:
-        embedding = reader.embedding(f"{name}.weight", *size)
-        head = reader.linear(["lm_head"], [size[0]], size[1], is_head=True)
-    elif reader.layout.runs == "kernel":
-        head = reader.linear([name], [size[0]], size[1], is_head=True)
-        embedding = reader.embedding(f"{name}.weight", *size) if head.quantized else Embedding(head.packed[0])
+    size, name, is_tied = (config.vocab_size, config.hidden_size), "model.embed_tokens", config.tie_word_embeddings
+    inputs, outputs = (None, None) if rows is None else (rows.clamp(min=0), rows[rows >= 0])
+    head = reader.linear([name if is_tied else "lm_head"], [size[0]], size[1], is_head=True, rows=outputs)
+    is_one = is_tied and rows is None
+    if is_one and reader.layout.runs == "kernel" and not head.quantized:
+        embedding = Embedding(head.packed[0])
+    elif is_one and head.weight.numel():
+        embedding = Embedding(head.weight.detach())
     else:
-        embedding = reader.embedding(f"{name}.weight", *size)
-        head = Linear(embedding.plain()).lay_out(reader.layout)
-    if config.tie_word_embeddings:
+        embedding = reader.embedding(f"{name}.weight", *size, inputs)
+    if is_tied:
         reader.used.add("lm_head.weight")  # some folders save the shared matrix twice
     head.scale, head.cap = config.logit_scale, config.logit_cap
     return embedding, head
@@ -596,16 +560,26 @@ def _read_ends(reader: Reader, config: ModelConfig, rows: Tensor | None) -> tupl
 
 @dataclass(eq=False)
 class TappedNet:
-    """A lean model as a ``Net``, which returns its logits and some hidden states."""
+    """A lean model as a ``Net``, which returns its logits and some hidden states.
+
+    The vocabulary of a draft model's ``config`` is the target's: tokens that only the target has get -inf, and those
+    that only the draft model has are left out.
+    """
 
     config: ModelConfig
     embedding: Embedding
     layers: Sequence[DecoderLayer]
     norm: Norm
     head: Linear
-    rotary: Rotary | LayeredRotary
+    rotary: Rotary
     taps: tuple[int, ...] = ()
     inputs: LayerInputs | None = None
+    places: Tensor | None = None  # the tokens that the head's rows belong to; None for the first ones
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that can be read."""
+        return self.embedding.shape[0]
 
     @cached_property
     def shape(self) -> NetShape:
@@ -618,6 +592,7 @@ class TappedNet:
             narrow_width=0 if config.kv_dtype is None else config.slot_width, num_slot_heads=config.num_slot_heads,
             delta=config.delta, num_recurrent=sum(config.recurs),
             num_slot_layers=config.num_slot_layers if config.layer_sizes else 0,
+            is_sparse=self.places is not None or self.num_tokens < config.vocab_size,
         )  # fmt: skip
 
     @property
@@ -649,46 +624,19 @@ class TappedNet:
 
     def logits(self, read: Any) -> Any:
         """(R, H) -> (R, V)."""
-        return self.head.forward(read)
-
-
-@dataclass(eq=False)
-class ResizedNet(TappedNet):
-    """A draft model whose matrices are padded to another size than the target's: ``config`` has the target's size.
-
-    Tokens that only the target has get -inf, and those that only the draft model has are left out. ``places`` are the
-    target's tokens that the head's rows belong to; None for the first ones.
-    """
-
-    places: Tensor | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that can be read."""
-        return self.embedding.shape[0]
-
-    @cached_property
-    def shape(self) -> NetShape:
-        is_sparse = self.num_tokens < self.config.vocab_size if self.places is None else True
-        return replace(super().shape, is_sparse=is_sparse)
-
-    def logits(self, read: Any) -> Any:
-        size = self.config.vocab_size
-        if self.places is not None:
-            return self.head.spread(read, self.places, size)
-        if self.num_tokens < size:
+        size, places = self.config.vocab_size, self.places
+        if places is None and self.num_tokens < size:
             places = torch.arange(self.num_tokens, device=self.device)
-            return self.head.spread(read, places, size)
-        out = self.head.forward(read)
+        out = self.head.spread(read, places, size)
+        if places is not None or self.num_tokens == size:
+            return out
         return out.columns(0, size) if isinstance(out, Traced) else out[..., :size]
 
 
 def resized(model: LeanTarget, vocab_size: int) -> LeanTarget:
     """Return a model that shares the tokenizer but pads its matrices differently, with logits of another width."""
-    net = model.net
-    parts = net.embedding, net.layers, net.norm, net.head, net.rotary
-    narrow = ResizedNet(replace(net.config, vocab_size=vocab_size), *parts, inputs=net.inputs)
-    return LeanTarget(narrow, model.runs, model.name, model.dtype)
+    net = replace(model.net, config=replace(model.net.config, vocab_size=vocab_size))
+    return LeanTarget(net, model.runs, model.name, model.dtype)
 
 
 @dataclass
@@ -791,13 +739,10 @@ class LeanTarget(Target):
                 f"is config.json that of another model?"
             )
         rotary = rotary_of(config, states, device)
-        net = TappedNet(config, embedding, decoder_layers, norm, head, rotary, inputs=inputs)
+        places = None
         if order is not None:
-            places = (order >= 0).nonzero()[:, 0].to(device)
-            net = ResizedNet(
-                replace(config, vocab_size=len(order)), embedding, decoder_layers, norm, head, rotary, inputs=inputs,
-                places=places,
-            )  # fmt: skip
+            config, places = replace(config, vocab_size=len(order)), (order >= 0).nonzero()[:, 0].to(device)
+        net = TappedNet(config, embedding, decoder_layers, norm, head, rotary, inputs=inputs, places=places)
         target = cls(net, runtime, name or folder.name, dtype)
         if arithmetic == "int8" and not any(matrix.has_levels for matrix in target.matrices):
             raise UnsupportedError(
@@ -850,8 +795,9 @@ class LeanTarget(Target):
 
         No effect on mixtures of experts and recurrent models, which wait for the device, and on the CPU kernel.
         """
+        is_fixed = self.config.moe is None and self.config.delta is None
         if self.runs.name != "kernel":
-            self.runs = GraphRuntime(record) if record is not None and self.config.runs_dense else TorchRuntime()
+            self.runs = GraphRuntime(record) if record is not None and is_fixed else TorchRuntime()
 
     def _tapped(self, taps: tuple[int, ...]) -> TappedNet:
         if not self.has_layers:

@@ -9,7 +9,6 @@ Types: linear position interpolation (2306.15595), dynamic NTK and YaRN (2309.00
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -115,27 +114,45 @@ class Rotary:
     which is the result of transformers' token-by-token ``generate`` for a single prompt, but does not depend on how
     tokens are grouped into forwards: a token verified in a block of eight is rotated as if it had come alone.
 
+    Layers may differ: each reads a range of the factors.
+
     Args:
         dtype: float32, bfloat16, float16 (factors are complex64) or float64 (complex128). Cosine and sine are computed
             in float32 and rounded to this dtype, as transformers does.
         device: of positions and factors.
+        local: the settings of layers with a window, if they have their own; their factors follow the others.
+        query_scale: (beta, length, first): the last factor is then 1 + beta * log(1 + floor((position + first) /
+            length)), by which queries are multiplied (Llama 4).
     """
 
     def __init__(
-        self, config: RopeConfig, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+        self,
+        config: RopeConfig,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        *,
+        local: RopeConfig | None = None,
+        query_scale: tuple[float, int, int] | None = None,
     ) -> None:
         if dtype not in _COMPLEX:
             names = ", ".join(map(str, _COMPLEX))
             raise ConfigError(f"Rotary: dtype must be one of {names}, found {dtype}. Load the model in one of these.")
-        self.config = config
+        self._configs = (config,) if local is None else (config, local)
+        self._query_scale = query_scale
+        self.position_only = all(each.position_only for each in self._configs)  # see ``RopeConfig.position_only``
+        self._max_positions = config.max_position_embeddings
         self._dtype, self._complex_dtype = dtype, _COMPLEX[dtype]
         self._device = torch.device(device)
-        self._attention_factor = attention_factor(config)
         # Computed on the CPU and moved, as in transformers, so that every device rotates by the same frequencies.
-        self._inv_freq = inverse_frequencies(config).to(self._device)
-        self._table = torch.empty(0, config.rotary_dim // 2, dtype=self._complex_dtype, device=self._device)
+        parts = [inverse_frequencies(each) for each in self._configs]
+        factors = [
+            torch.full_like(part, attention_factor(each)) for part, each in zip(parts, self._configs, strict=True)
+        ]
+        self._inv_freq, self._attention_factors = torch.cat(parts).to(self._device), torch.cat(factors).to(self._device)
+        width = len(self._inv_freq) + (query_scale is not None)
+        self._table = torch.empty(0, width, dtype=self._complex_dtype, device=self._device)
         self._stretched: dict[int, Tensor] = {}
-        self.reserve(min(_FIRST_ROWS, config.max_position_embeddings))
+        self.reserve(min(_FIRST_ROWS, self._max_positions))
 
     # Tensors made in inference mode could not be used in training later, and these outlive the mode.
     @torch.inference_mode(False)
@@ -143,25 +160,20 @@ class Rotary:
     def reserve(self, length: int) -> None:
         """Extend the table to positions 0 to ``length - 1``; no effect on type dynamic."""
         rows = self._table.shape[0]
-        if not self.config.position_only or length <= rows:
+        if not self.position_only or length <= rows:
             return
         # To a power of two, so that a sequence that grows by one token rarely extends it.
         fresh = torch.arange(rows, 1 << (length - 1).bit_length(), device=self._device)
         self._table = torch.cat((self._table, self._factors(fresh, self._inv_freq)))
 
-    @property
-    def position_only(self) -> bool:
-        """See ``RopeConfig.position_only``."""
-        return self.config.position_only
-
     def table(self, length: int) -> Tensor:
-        """Factors of positions 0 to at least ``length - 1``, (positions, rotary_dim / 2); not for type dynamic."""
+        """Factors of positions 0 to at least ``length - 1``, (positions, factors); not for type dynamic."""
         self.reserve(length)
         return self._table
 
     @torch.no_grad()
     def cis(self, positions: Tensor, prompt_lengths: Tensor | None = None, *, upto: int | None = None) -> Tensor:
-        """Return cosine and sine times the attention factor, complex (..., rotary_dim / 2), of ``positions`` (...).
+        """Return cosine and sine times the attention factor, complex (..., factors), of ``positions`` (...).
 
         Args:
             positions: int64, 0 or more, on this object's device.
@@ -170,7 +182,7 @@ class Rotary:
             upto: a number above every position, if known. Without it, or for type dynamic, the largest position is read
                 back from the device, which waits for all queued work.
         """
-        if not self.config.position_only and positions.numel():
+        if not self.position_only and positions.numel():
             return self._factors(positions, self._dynamic_frequencies(positions, prompt_lengths))
         if positions.numel():
             self.reserve(int(positions.max()) + 1 if upto is None else upto)
@@ -178,11 +190,11 @@ class Rotary:
         return rows.view(*positions.shape, self._table.shape[1])
 
     def _dynamic_frequencies(self, positions: Tensor, prompt_lengths: Tensor | None) -> Tensor:
-        """float32 (..., rotary_dim / 2): inverse frequencies of each token."""
+        """float32 (..., factors): inverse frequencies of each token."""
         lengths = positions + 1
         if prompt_lengths is not None:
             lengths = torch.maximum(lengths, prompt_lengths.expand_as(lengths))
-        lengths = lengths.clamp(min=self.config.max_position_embeddings)
+        lengths = lengths.clamp(min=self._max_positions)
         # One length at a time, as transformers does: a vectorised power on the CPU may round differently in its body
         # and its tail, so that a token's angles would depend on its neighbours.
         distinct, place = torch.unique(lengths, return_inverse=True)
@@ -191,55 +203,26 @@ class Rotary:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _frequencies_at(self, seq_len: int) -> Tensor:
-        if seq_len <= self.config.max_position_embeddings:
+        if seq_len <= self._max_positions:
             return self._inv_freq
         if seq_len not in self._stretched:
-            self._stretched[seq_len] = inverse_frequencies(self.config, torch.tensor(seq_len, device=self._device))
+            length = torch.tensor(seq_len, device=self._device)
+            parts = torch.split(self._inv_freq, [each.rotary_dim // 2 for each in self._configs])
+            self._stretched[seq_len] = torch.cat(
+                [
+                    part if each.position_only else inverse_frequencies(each, length)
+                    for part, each in zip(parts, self._configs, strict=True)
+                ]
+            )
         return self._stretched[seq_len]
 
     def _factors(self, positions: Tensor, frequencies: Tensor) -> Tensor:
         """Complex factors of float32 angles, rounded through the model's dtype."""
         angles = positions.unsqueeze(-1).float() * frequencies
-        parts = ((part * self._attention_factor).to(self._dtype) for part in (angles.cos(), angles.sin()))
-        return torch.complex(*(part.to(self._complex_dtype.to_real()) for part in parts))
-
-
-class LayeredRotary:
-    """The rotations of a model whose layers differ, side by side: each layer reads a range of the factors.
-
-    Args:
-        parts: the rotations, in their order.
-        query_scale: (beta, length, first): the last factor is then 1 + beta * log(1 + floor((position + first) /
-            length)), by which queries are multiplied (Llama 4).
-    """
-
-    def __init__(self, parts: Sequence[Rotary], query_scale: tuple[float, int, int] | None = None) -> None:
-        self._parts, self._query_scale = tuple(parts), query_scale
-
-    @property
-    def position_only(self) -> bool:
-        """See ``RopeConfig.position_only``."""
-        return all(part.position_only for part in self._parts)
-
-    def reserve(self, length: int) -> None:
-        """See ``Rotary.reserve``."""
-        for part in self._parts:
-            part.reserve(length)
-
-    def table(self, length: int) -> Tensor:
-        """See ``Rotary.table``."""
-        tables = [part.table(length) for part in self._parts]
-        shortest = min(len(table) for table in tables)
-        positions = torch.arange(shortest, device=tables[0].device)
-        return self._joined([table[:shortest] for table in tables], positions)
-
-    def cis(self, positions: Tensor, prompt_lengths: Tensor | None = None, *, upto: int | None = None) -> Tensor:
-        """See ``Rotary.cis``."""
-        return self._joined([part.cis(positions, prompt_lengths, upto=upto) for part in self._parts], positions)
-
-    def _joined(self, factors: list[Tensor], positions: Tensor) -> Tensor:
-        if self._query_scale is not None:
-            beta, length, first = self._query_scale
-            scale = 1 + beta * torch.log(1 + torch.floor((positions + first) / length))
-            factors = [*factors, scale.to(factors[0].dtype)[..., None]]
-        return factors[0] if len(factors) == 1 else torch.cat(factors, -1)
+        parts = ((part * self._attention_factors).to(self._dtype) for part in (angles.cos(), angles.sin()))
+        factors = torch.complex(*(part.to(self._complex_dtype.to_real()) for part in parts))
+        if self._query_scale is None:
+            return factors
+        beta, length, first = self._query_scale
+        scale = 1 + beta * torch.log(1 + torch.floor((positions + first) / length))
+        return torch.cat([factors, scale.to(factors.dtype)[..., None]], -1)

@@ -18,7 +18,7 @@ from torch import Tensor
 from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.models.attention import Attend
 from draftwing.models.lean import LeanContext, LeanTarget, TappedNet
-from draftwing.models.rope import LayeredRotary, Rotary
+from draftwing.models.rope import Rotary
 from draftwing.models.target import Target
 from draftwing.runtime.forward import Entries, NetShape, Runner
 from draftwing.tree import DraftTree
@@ -89,7 +89,7 @@ class PartNet:
         return self.net.device
 
     @property
-    def rotary(self) -> Rotary | LayeredRotary:
+    def rotary(self) -> Rotary:
         return self.net.rotary
 
     def fuse(self, features: Any) -> Any:

@@ -354,7 +354,7 @@ class WeightFiles(Weights):
             ) from error
 
     def drop(self, stored: Stored) -> None:
-        for mapped, _ in self._mapped.values():
+        for mapped, _ in [*self._mapped.values()]:  # a copy: other threads map further files
             mapped.drop(stored.data)
 
     def _slice(self, name: str) -> Any:

@@ -26,7 +26,7 @@ from draftwing.models.context import TargetOutput
 from draftwing.models.linear import MIN_ROWS
 from draftwing.models.paged import new_cache
 from draftwing.models.recurrent import RecurrentStates
-from draftwing.models.rope import LayeredRotary, Rotary
+from draftwing.models.rope import Rotary
 from draftwing.noise import AcceptArgs
 from draftwing.runtime.tree_builder import Drafted, DraftRequest, VerifyRequest
 from draftwing.torch_utils import joined, on_device
@@ -78,7 +78,7 @@ class Net(Protocol):
     def device(self) -> torch.device: ...
 
     @property
-    def rotary(self) -> Rotary | LayeredRotary: ...
+    def rotary(self) -> Rotary: ...
 
     def fuse(self, features: Any) -> Any: ...
 
