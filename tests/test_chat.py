@@ -420,7 +420,8 @@ def test_a_conversation_in_a_terminal(terminal, target, tmp_path):
     terminal.type("\x03")
     terminal.until("stopped; the dialogue continues")
     assert re.search(r"\x1b\[(33|1;35)m", terminal.raw)  # three or more accepted at once
-    terminal.type("/draft none\n")
+    pytest.importorskip("readline")
+    terminal.type("/draft no\t\n")  # Tab completes it
     terminal.until("drafts by none: same text")
     terminal.type(f"/save {tmp_path / 'chat.jsonl'}\n")
     terminal.until("2 messages appended")
@@ -438,30 +439,15 @@ def test_a_conversation_in_a_terminal(terminal, target, tmp_path):
     terminal.until("seed 0[^>]*> ")
     terminal.interrupt()
     terminal.until("Ctrl-C once more[^>]*> ")
+    terminal.type("\x1b[200~a = 1\nb = 2\x1b[201~\n")  # what is pasted is one question
+    terminal.until("150 tokens[^>]*> ")
+    terminal.type("/stats\n")
+    terminal.until("dialogue, none: 150 tokens[^>]*> ")
+    terminal.interrupt()
+    terminal.until("Ctrl-C once more[^>]*> ")
     terminal.interrupt()
     assert terminal.process.wait(PATIENCE) == 0
     assert "Traceback" not in terminal.raw
-
-
-def test_a_pasted_text_is_one_question_and_tab_completes(target):
-    pytest.importorskip("readline")
-    opened = Terminal("-t", target, "-d", "none", "-n", 3, "--ignore-eos", NO_COLOR="1")
-    try:
-        opened.until("[^>]*> ")
-        opened.type("\x1b[200~a = 1\nb = 2\nc = 3\x1b[201~\n")
-        opened.until("3 tokens[^>]*> ")
-        opened.type("/temp\t 0.5\n")
-        opened.until("temperature 0.5[^>]*> ")
-        opened.type("/draft no\t\n")
-        opened.until("drafts by none: same text[^>]*> ")
-        opened.type("/stats\n")
-        told = opened.until("temperature [^\n]*seed[^>]*> ")
-        assert "dialogue, none: 3 tokens" in told
-        opened.type("\x04")  # the end of input ends the conversation
-        assert opened.process.wait(PATIENCE) == 0
-        assert not re.search(r"\x1b\[3\d", opened.raw)
-    finally:
-        opened.close()
 
 
 # --- the demonstration -----------------------------------------------------------------------------------------------
