@@ -414,8 +414,8 @@ def test_a_conversation_in_a_terminal(terminal, target, tmp_path):
     terminal.until("accepted at once: 1 2 3 4\\+\n.*> ")
     terminal.type("/frobnicate\n")
     terminal.until("error: there is no command '/frobnicate'[^>]*> ")  # what is typed before a prompt is echoed twice
-    terminal.type("x = 1\n")
-    terminal.until("x = 1\n")
+    terminal.type("\x1b[200~a = 1\nb = 2\x1b[201~\n")  # what is pasted is one question
+    terminal.until("b = 2\n")
     terminal.until("[^\n]{3}")  # it talks
     terminal.type("\x03")
     terminal.until("stopped; the dialogue continues")
@@ -427,6 +427,7 @@ def test_a_conversation_in_a_terminal(terminal, target, tmp_path):
     terminal.until("2 messages appended")
     question, answer = json.loads((tmp_path / "chat.jsonl").read_text())["messages"]
     whole = dw.load(target, draft="none").generate([question], max_tokens=150, ignore_eos=True)[0].text
+    assert question["content"] == "a = 1\nb = 2"
     assert answer["content"]
     assert whole.startswith(answer["content"])
     assert len(answer["content"]) < len(whole)
@@ -437,12 +438,6 @@ def test_a_conversation_in_a_terminal(terminal, target, tmp_path):
     terminal.until("Ctrl-C once more[^>]*> ")
     terminal.type("/seed\n")  # something else: the next Ctrl-C is a first one again
     terminal.until("seed 0[^>]*> ")
-    terminal.interrupt()
-    terminal.until("Ctrl-C once more[^>]*> ")
-    terminal.type("\x1b[200~a = 1\nb = 2\x1b[201~\n")  # what is pasted is one question
-    terminal.until("150 tokens[^>]*> ")
-    terminal.type("/stats\n")
-    terminal.until("dialogue, none: 150 tokens[^>]*> ")
     terminal.interrupt()
     terminal.until("Ctrl-C once more[^>]*> ")
     terminal.interrupt()

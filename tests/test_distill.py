@@ -154,8 +154,13 @@ def test_what_is_not_for_draft_models_is_refused(folder_of):
             read_causal_lm(folder_of(family), CPU)
 
 
-@pytest.mark.parametrize("family", ["smollm3", "granite", "hunyuan", "olmo3", "exaone4", "arcee"])
-def test_further_families_are_written_as_they_were_read(family, folder_of):
+DENSE = ["llama", "llama-bias-tied", "qwen2", "qwen3", "phi3", "smollm3", "granite", "hunyuan", "olmo3"]
+DENSE += ["exaone4", "arcee"]
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_every_dense_family_is_written_as_it_was_read(family, folder_of):
+    """Every tensor under its own name, biases and norms of heads too."""
     folder = folder_of(family)
     written, stored = (
         read_causal_lm(folder, CPU, dtype=torch.float64).tensors(),
@@ -272,7 +277,6 @@ def session(target: Path, data: Path, out: Path, initial: Path | None = None, **
 
 
 RUNS = {
-    "fkl": {},
     "own-text": {"own_text": 0.6, "objective": "rkl"},
     "muon": {"optimizer": "muon", "objective": "jsd:0.2", "accumulation": 2, "own_text": 0.3},
 }
@@ -283,10 +287,9 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(name, target, data, tmp_pat
     """To the bit, with text of its own too: what it writes hangs on its weights at that update."""
     unbroken = session(target, data, tmp_path / "unbroken", **RUNS[name])
     unbroken.run()
-    for stop in (2, 5):
-        stopped = session(target, data, tmp_path / "stopped", **RUNS[name])
-        stop_at(stopped.trainer, stop)
-        assert stopped.run().iteration == stop == read_checkpoint(tmp_path / "stopped")["iteration"]
+    stopped = session(target, data, tmp_path / "stopped", **RUNS[name])
+    stop_at(stopped.trainer, 4)
+    assert stopped.run().iteration == 4 == read_checkpoint(tmp_path / "stopped")["iteration"]
     session(target, data, tmp_path / "stopped", **RUNS[name]).run()
     for out in ("stopped", "unbroken"):  # evaluations say how long they took
         file = tmp_path / out / "metrics.jsonl"
@@ -343,12 +346,9 @@ def test_it_drafts_for_its_target(start, trained, target, data, tmp_path):
     assert start == "nothing" or drafted.tau > 2
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "phi3", "llama"])
-def test_a_run_goes_on_from_any_dense_family(family, target, tmp_path, data):
-    """Every tensor that was read is written again under its own name, biases and norms of heads too."""
+def test_a_run_goes_on_from_another_family(target, tmp_path, data):
     initial = tmp_path / "initial"
-    changes = {"tie_word_embeddings": True} if family == "llama" else {}
-    build(family, 5, vocab_size=300, **changes).float().save_pretrained(initial)
+    build("qwen2", 5, vocab_size=300).float().save_pretrained(initial)
     add_tokenizer(initial)
     net = read_causal_lm(initial, CPU)
     get_method("causal-lm").write(tmp_path / "copy", net)

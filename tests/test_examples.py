@@ -99,6 +99,7 @@ def chat_model(chat_toy, monkeypatch):
 def test_scripts_run(name, chat_model, monkeypatch, capsys):
     monkeypatch.setattr("draftwing.methods.registry.METHODS", dict(METHODS))
     monkeypatch.setattr(sys, "argv", [name])
+    monkeypatch.setattr("draftwing.train.session.START_TOKENS", 4096)
     if name == "openai_client.py":  # it starts a server
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

@@ -325,7 +325,7 @@ def errors_of(tmp_path, data):
         yield str(error)
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     whole=st.sampled_from([TINY, SENTENCE_PIECE]),
     changes=st.lists(

@@ -315,9 +315,8 @@ def test_decoders_share_what_is_learnt(folder_of):
     other.learn()
     assert learner.num_updates == 1
     assert other.stretches == []
-    write(target, other, 6)
-    assert learner.num_updates > 3
-    assert write(target, drafter, 1).tau > 1.5
+    write(target, drafter, 1)
+    assert learner.num_updates > 2
 
 
 # --- as an option of a head ------------------------------------------------------------------------------------------

@@ -161,8 +161,7 @@ def answers_of(lm, task, sampling):
     return own, messages
 
 
-@pytest.mark.parametrize("kind", ["chat_lm", "lm"])
-@pytest.mark.parametrize("sampling", [SAMPLED, STOPPED], ids=["sampled", "stop-string"])
+@pytest.mark.parametrize(("kind", "sampling"), [("chat_lm", SAMPLED), ("lm", STOPPED)], ids=["chat", "stop-string"])
 def test_every_user_turn_is_answered_in_the_models_own_words(kind, sampling, dialogues, tmp_path, request):
     lm = request.getfixturevalue(kind)
     tasks = read_tasks([dialogues])

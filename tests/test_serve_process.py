@@ -6,8 +6,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,32 +22,11 @@ from conftest import check_engine, refused
 from draftwing.cli.main import app as cli
 from draftwing.engine import Engine
 from draftwing.errors import ConfigError
+from draftwing.serve import app as serve_app
 from draftwing.serve.app import ConnectionLimits, GracefulServer, Settings, bind, make_app
 from serving import HTTP, PATIENT, chat_folder, load, question
 
 LONG = {"prompt": "def add(a, b):", "max_tokens": 150, "temperature": 0, "ignore_eos": True, "stream": True}
-
-# The command line, with an engine that pauses after a step while the file named by HOLD exists, and chats that are not
-# parsed while the file named by HOLD_CHATS does.
-HELD = """
-import os, time
-from draftwing.cli.main import main
-from draftwing.engine import Engine
-from draftwing.serve import app
-steps, parse = Engine.steps, app.parse_chat
-def wait(name):
-    while os.path.exists(os.environ[name]):
-        time.sleep(0.01)
-def held(self):
-    for step in steps(self):
-        yield step
-        wait("HOLD")
-def parse_later(*args):
-    wait("HOLD_CHATS")
-    return parse(*args)
-Engine.steps, app.parse_chat = held, parse_later
-main()
-"""
 
 
 def free_port():
@@ -142,69 +119,75 @@ def test_who_does_not_read_holds_nobody_up_and_others_are_told_to_wait(served, p
     until(lambda: worker.num_open == 0)
 
 
-@contextmanager
-def command(folder, tmp_path):
-    """A server in a process: the process, its address, its headers, and the files that hold it up."""
-    port, holds = free_port(), [tmp_path / name for name in ("hold", "hold-chats")]
-    args = ["serve", "--target", folder, "--draft", "lookup", "--tree", "chain:2", "--port", port, "--name", "tiny"]
-    env = {"DRAFTWING_API_KEY": "secret", "OMP_NUM_THREADS": "1", "HOLD": str(holds[0]), "HOLD_CHATS": str(holds[1])}
-    process = subprocess.Popen(
-        [sys.executable, "-c", HELD, *map(str, args)],
-        env={**os.environ, **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        until(lambda: process.poll() is not None or is_up(url))
-        yield process, url, {"authorization": "Bearer secret"}, *holds
-    finally:
-        process.kill()
-        output = process.communicate()[0]
-    assert f"tiny at {url}/v1" in output
-    assert "Traceback" not in output
-
-
 def is_draining(url):
     answer = HTTP.get(f"{url}/health")
     return answer.status_code == 503 and answer.json()["status"] == "draining"
 
 
-def test_sigterm_finishes_what_is_here_and_refuses_what_is_new(folder, tmp_path):
+def test_sigterm_finishes_what_is_here_and_refuses_what_is_new(folder, monkeypatch):
     """A text that is written, three chats that are being parsed, and one whose body has arrived in part."""
-    with command(folder, tmp_path) as (process, url, keys, hold, hold_chats), ThreadPoolExecutor(4) as pool:
-        hold.touch()
-        hold_chats.touch()
+    text_goes_on, chats_go_on, body_goes_on = (threading.Event() for _ in range(3))
+    steps, parse, port = Engine.steps, serve_app.parse_chat, free_port()
+    url, keys = f"http://127.0.0.1:{port}", {"authorization": "Bearer secret"}
+
+    def held(engine):
+        for step in steps(engine):
+            yield step
+            assert text_goes_on.wait(PATIENT)
+
+    def parse_later(*args):
+        assert chats_go_on.wait(PATIENT)
+        return parse(*args)
+
+    def pieces(body):
+        yield body[:9]
+        assert body_goes_on.wait(PATIENT)
+        yield body[9:]
+
+    def post(content):
+        headers = {**keys, "content-type": "application/json"}
+        return HTTP.post(f"{url}/v1/chat/completions", content=content, headers=headers)
+
+    def work(pool):
+        until(lambda: is_up(url))
         assert HTTP.get(f"{url}/v1/models").status_code == 401
         body = json.dumps({"messages": question("x"), "max_tokens": 2, "ignore_eos": True}).encode()
-        go_on = threading.Event()
-
-        def pieces():
-            yield body[:9]
-            assert go_on.wait(PATIENT)
-            yield body[9:]
-
-        def post(content):
-            headers = {**keys, "content-type": "application/json"}
-            return HTTP.post(f"{url}/v1/chat/completions", content=content, headers=headers)
-
         with HTTP.stream("POST", f"{url}/v1/completions", json=LONG, headers=keys) as answer:
             lines = answer.iter_lines()
             next(lines)
-            answers = [pool.submit(post, content) for content in (body, body, body, pieces())]
+            answers = [pool.submit(post, content) for content in (body, body, body, pieces(body))]
             until(lambda: HTTP.get(f"{url}/health").json()["open_requests"] == 5)
-            process.send_signal(signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
             until(lambda: is_draining(url))
             assert post(body).status_code == 503
-            go_on.set()
-            hold_chats.unlink()
-            hold.unlink()
+            for event in (body_goes_on, chats_go_on, text_goes_on):
+                event.set()
             events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         assert events[-1]["choices"][0]["finish_reason"] == "length"
-        for answer in answers:
-            assert answer.result().json()["usage"]["completion_tokens"] == 2
-        assert process.wait(PATIENT) == 0
+        assert [answer.result().json()["usage"]["completion_tokens"] for answer in answers] == [2] * 4
+
+    def work_and_stop(pool):
+        try:
+            work(pool)
+        except BaseException:
+            os.kill(os.getpid(), signal.SIGTERM)  # the second one stops it at once
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise
+
+    monkeypatch.setattr(Engine, "steps", held)
+    monkeypatch.setattr(serve_app, "parse_chat", parse_later)
+    monkeypatch.setenv("DRAFTWING_API_KEY", "secret")
+    args = ["serve", "--target", folder, "--draft", "lookup", "--tree", "chain:2", "--port", port, "--name", "tiny"]
+    before = signal.signal(signal.SIGTERM, lambda *_: None)  # which uvicorn raises again once it has ended
+    try:
+        with ThreadPoolExecutor(5) as pool:
+            worked = pool.submit(work_and_stop, pool)
+            result = CliRunner().invoke(cli, list(map(str, args)))
+            worked.result()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert result.exit_code == 0, result.output
+    assert f"tiny at {url}/v1" in result.output
 
 
 # --- addresses and connections ---------------------------------------------------------------------------------------

@@ -29,6 +29,8 @@ PROMPTS = ["def add(", "class Table:\n    def", "for row in rows: print(row)\nfo
 BLOCKS = ("medusa", "hydra", "dflash", "dspark")
 STEPS = {"medusa": 5, "hydra": 5, "dflash": 7, "dspark": 7, "mtp": 2, "kangaroo": 1}
 CHANGES = {
+    "dflash": {"num_layers": 2},
+    "dspark": {"num_layers": 2},
     "mtp": {"unroll_steps": 2},
     "kangaroo": {"iterations": 30, "lr": 5e-3, "eval_every": 30, "eval_prompts": 2, "eval_tokens": 8},
 }
