@@ -34,7 +34,7 @@ from draftwing.methods.causal_lm import CausalLMDrafter
 from draftwing.methods.lookup import LookupDrafter
 from draftwing.models.lean import LeanTarget
 from draftwing.sampling import Sampling
-from draftwing.tree import PAD, DraftTree
+from draftwing.tree import DraftTree
 
 VOCAB = SMALL["vocab_size"]
 PROMPTS = ([5, 6, 9, 5, 6], [8, *range(20, 35)], [11, 12])
@@ -623,20 +623,6 @@ def test_steps_and_retirements_of_nothing(target):
     decoder.step()
     with refused(ConfigError, f"request {request} is not running", "retire only ids from admit()"):
         decoder.retire(request)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "parents", "parts"),
-    [
-        ([5, 6, 7], [-1, 2, 0], ("row 0, node 1: parent 2 is out of order", "sort the nodes")),
-        ([5, 61], [-1, 0], ("row 0, node 1: token 61 is outside the target's vocabulary of 61",)),
-        ([PAD, 6], [-1, 0], ("row 0: node 0 must hold the pending token",)),
-        ([5, PAD, 6], [-1, -1, 1], ("row 0, node 2: its parent 1 is unused",)),
-    ],
-)
-def test_trees(tokens, parents, parts):
-    with refused(TreeError, *parts):
-        DraftTree.from_lists([tokens], [parents]).check(VOCAB)
 
 
 @pytest.mark.parametrize(

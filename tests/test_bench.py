@@ -114,13 +114,9 @@ def test_every_form_of_a_question(tmp_path):
     ]
     questions = read_set("mixed", write(tmp_path / "mixed.jsonl", entries)).questions
     assert [(question.id, question.turns) for question in questions] == [
-        ("5", ("one", "two")),
-        ("HumanEval/0", ("def f():",)),
-        ("3", ("How many?",)),
-        ("4", ("Sort\n\n3 1 2",)),
-        ("ab", ("Summarize: News.",)),
-        ("6", ("Hi", "And?")),
-    ]
+        ("5", ("one", "two")), ("HumanEval/0", ("def f():",)), ("3", ("How many?",)), ("4", ("Sort\n\n3 1 2",)),
+        ("ab", ("Summarize: News.",)), ("6", ("Hi", "And?")),
+    ]  # fmt: skip
     assert questions[0].categories == ("qa",)
     dialogue[2]["content"] = "Hello."
     assert questions[5].messages(["Hello."]) == dialogue
@@ -395,15 +391,9 @@ def test_parts_of_a_set_and_the_mean_of_sets(plain, questions, tmp_path):
     assert mean.figures["tau"].value == pytest.approx((one.figures["tau"].value + two.figures["tau"].value) / 2)
     assert (mean.num_answers, one.num_answers, two.num_answers) == (5, 4, 1)
     assert {row.part: (row.num_questions, row.num_answers) for row in group.rows if row.set == "tiny"} == {
-        "": (3, 4),
-        "turn 1": (3, 3),
-        "turn 2": (1, 1),
-        "math": (2, 3),
-        "math, turn 1": (2, 2),
-        "math, turn 2": (1, 1),
-        "code": (1, 1),
-        "code, turn 1": (1, 1),
-    }
+        "": (3, 4), "turn 1": (3, 3), "turn 2": (1, 1), "math": (2, 3), "math, turn 1": (2, 2),
+        "math, turn 2": (1, 1), "code": (1, 1), "code, turn 1": (1, 1),
+    }  # fmt: skip
     assert [row.part for row in group.parts] == ["turn 1", "turn 2", "math", "code"]
 
 

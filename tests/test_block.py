@@ -727,17 +727,12 @@ def check_equal(one, other):
 
 
 WRITTEN = {
-    "z-lab": ["draftwing", "vllm", "sglang", "speculators"],
-    "z-lab windows": ["draftwing", "vllm", "sglang"],
-    "vllm windows": ["draftwing", "vllm", "speculators"],
-    "nested size": ["draftwing", "vllm", "speculators"],
-    "specforge": ["draftwing", "vllm", "speculators"],
-    "deepspec": ["draftwing", "vllm", "speculators"],
-    "speculators": ["draftwing", "vllm", "speculators"],
-    "domino": ["draftwing", "sglang"],
-    "domino masks": ["draftwing"],
-    "speculators dspark": ["draftwing", "speculators"],
-}
+    "z-lab": ["draftwing", "vllm", "sglang", "speculators"], "z-lab windows": ["draftwing", "vllm", "sglang"],
+    "vllm windows": ["draftwing", "vllm", "speculators"], "nested size": ["draftwing", "vllm", "speculators"],
+    "specforge": ["draftwing", "vllm", "speculators"], "deepspec": ["draftwing", "vllm", "speculators"],
+    "speculators": ["draftwing", "vllm", "speculators"], "domino": ["draftwing", "sglang"],
+    "domino masks": ["draftwing"], "speculators dspark": ["draftwing", "speculators"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", PUBLISHED)

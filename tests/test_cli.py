@@ -220,33 +220,21 @@ ERRORS = {
     "no prompt on stdin": ([], "no prompt"),
     "two prompts": (["x", "--prompts", "y"], "two prompts"),
     "no such prompts": (["--prompts", "/nowhere/p.jsonl"], "/nowhere/p.jsonl"),
-    "temperature": (["x", "-T", "-1"], "temperature"),
-    "max tokens": (["x", "-n", "0"], "max_tokens"),
     "rule": (["x", "--rule", "guess"], "'guess'"),
     "lossy": (["x", "--rule", "typical"], "--lossy"),
-    "dtype": (["x", "--dtype", "int3"], "'int3'"),
     "bias": (["x", "--logit-bias", "5"], "--logit-bias"),
-    "bias token": (["x", "--logit-bias", "5000:1"], "5000"),
     "tree": (["x", "-d", "lookup", "--tree", "bush"], "--tree must be auto"),
-    "chain": (["x", "-d", "lookup", "--tree", "chain:-1"], "depth"),
     "dynamic": (["x", "-d", "lookup", "--tree", "dynamic:9,0"], "--tree must be auto"),
-    "endless chain": (["x", "-d", "lookup", "--tree", "chain:99999999999999999999"], "depth from 0 to 1,024"),
     "digits": (["x", "-d", "lookup", "--tree", "chain:" + "9" * 5000], "--tree must be auto"),
-    "wide": (["x", "-d", "lookup", "--tree", "dynamic:60,2,40000"], "width from 1 to 256"),
     "endless tree": (["x", "-d", "lookup", "--tree", "/dev/zero"], "more than 1,048,576 bytes"),
     "no file": (["x", "-d", "lookup", "--tree", "a\0b"], "--tree must be auto"),
     "no text": (["x\udcff"], "give valid text"),
-    "no text for a stop": (["x", "--stop", "\udcff"], "stop must be text"),
     "no number": (["x", "--seed", "1e5"], "'--seed'"),
     "no such option": (["x", "--sede", "1"], "No such option: --sede"),
-    "huge bias": (["x", "--logit-bias", "5:1e999"], "logit_bias must be in"),
-    "draft": (["x", "-d", "/nowhere/draft"], "/nowhere/draft"),
     "no such schema": (["x", "--json-schema", "nowhere.json"], "'nowhere.json' cannot be read"),
     "no schema": (["x", "--json-schema", "{"], "JSON schema"),
-    "no grammar": (["x", "--grammar", "start: ("], "cannot be followed"),
     "empty grammar": (["x", "--grammar", ""], "cannot be read"),
     "two grammars": (["x", "--grammar", 'start: "x"', "--json-schema", "{}"], "give one of them"),
-    "a grammar without an end": (["x", "--grammar", 'start: "x"', "--ignore-eos"], "leave one out"),
 }
 
 
@@ -283,13 +271,9 @@ def test_commands_for_engines_with_a_gguf_target_can_work(tmp_path, monkeypatch)
 
 
 TREES = {
-    "a huge rank": ("[[99999999999]]", "ranks from 0 to 255"),
     "deep": ("[" * 100_000, "nested too deep"),
-    "booleans": ("[[true]]", "found [True]"),
-    "no list": ('{"a": 1}', "a static tree is a list"),
     "an orphan": ("[[0, 0]]", "each path's parent in its list"),
     "no JSON": ("[[0]", "--tree must be auto"),
-    "empty": ("", "--tree must be auto"),
 }
 
 
@@ -517,14 +501,6 @@ for args in (["--help"], ["generate", "--help"], ["data", "cache", "--help"], ["
         strict=True,
     ):
         assert all(word in text for word in words)
-
-
-def test_public_names():
-    from draftwing import Budget, load
-
-    assert (dw.load, dw.Budget) == (load, Budget)
-    with pytest.raises(AttributeError, match=r"^module 'draftwing' has no attribute 'lode'$"):
-        dw.lode  # noqa: B018
 
 
 def commands(app=cli.app, path=()):

@@ -33,13 +33,9 @@ from draftwing.shipped import TOY
 from draftwing.text.prompts import shipped_prompts
 
 BUDGETS = {
-    "chain": Budget(4),
-    "long chain": Budget(DEPTH),
-    "static": Budget(paths=EAGLE_TREE),
-    "dynamic": Budget(6, 10, 20),
-    "wide": Budget(8, 10, 59),
-    "all": Budget(3, 10),
-}
+    "chain": Budget(4), "long chain": Budget(DEPTH), "static": Budget(paths=EAGLE_TREE), "dynamic": Budget(6, 10, 20),
+    "wide": Budget(8, 10, 59), "all": Budget(3, 10),
+}  # fmt: skip
 MADE = {"head": "0" * 16, "target": "t", "runs_as": "", "context": 64.0}
 
 

@@ -242,23 +242,12 @@ def test_zero_biases_come_and_go(tmp_path):
 def test_the_published_layout(head):
     config, weights = read_config(head), load_file(head / "model.safetensors")
     expected = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "vocab_size": VOCAB,
-        "draft_vocab_size": DRAFT,
-        "hidden_size": HIDDEN,
-        "max_position_embeddings": 256,
-        "rope_theta": 500000.0,
-        "rope_scaling": None,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "norm_before_residual": False,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
+        "vocab_size": VOCAB, "draft_vocab_size": DRAFT, "hidden_size": HIDDEN, "max_position_embeddings": 256,
+        "rope_theta": 500000.0, "rope_scaling": None, "tie_word_embeddings": False, "attention_bias": False,
+        "norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "norm_output": False,
         "torch_dtype": "float32",
-    }
+    }  # fmt: skip
     assert {key: config.get(key) for key in expected} == expected
     assert "eagle_aux_hidden_state_layer_ids" not in config
     assert config["draftwing"] == {
@@ -387,20 +376,10 @@ def foreign(folder, config, tensors, pickled=False):
 
 def raw_config(**more):
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "hidden_act": "silu",
-        "hidden_size": HIDDEN,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 256,
-        "rope_theta": 500000.0,
-        **more,
-    }
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1, "hidden_act": "silu",
+        "hidden_size": HIDDEN, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5, "vocab_size": VOCAB, "max_position_embeddings": 256, "rope_theta": 500000.0, **more,
+    }  # fmt: skip
 
 
 def raw_layer(base, width):
@@ -422,14 +401,10 @@ def raw_first(**more):
 
 def raw_third(base="midlayer", draft=DRAFT, **more):
     return {
-        "fc.weight": torch.randn(32, 96),
-        **raw_layer(base, 64),
-        f"{base}.hidden_norm.weight": torch.randn(32),
-        f"{base}.input_layernorm.weight": torch.randn(32),
-        "norm.weight": torch.randn(32),
-        "lm_head.weight": torch.randn(draft, 32),
-        **more,
-    }
+        "fc.weight": torch.randn(32, 96), **raw_layer(base, 64), f"{base}.hidden_norm.weight": torch.randn(32),
+        f"{base}.input_layernorm.weight": torch.randn(32), "norm.weight": torch.randn(32),
+        "lm_head.weight": torch.randn(draft, 32), **more,
+    }  # fmt: skip
 
 
 MAPS = to_maps(KEPT, VOCAB)

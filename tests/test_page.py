@@ -161,11 +161,8 @@ def test_the_state_names_what_may_be_chosen(toy):
     assert tuple(state["drafts"][0]["taps"]) == lm.new_drafter().features.taps
     assert state["num_layers"] == lm.target.num_layers
     assert (state["model"], state["is_chat"], state["needs_key"], state["tree"]) == (
-        "toy",
-        False,
-        False,
-        "dynamic:12,4,3",
-    )
+        "toy", False, False, "dynamic:12,4,3",
+    )  # fmt: skip
 
 
 def test_keys_guard_the_inspector(chat):

@@ -114,13 +114,9 @@ def test_arguments_come_as_they_are_written():
         found.append((said, [delta.call and delta.call.name for delta in deltas], "".join(d.arguments for d in deltas)))
         assert reader.is_open == (len(found) in (2, 3, 4))
     assert found == [
-        ("So ", [], ""),
-        ("", ["weather", None], '{"ci'),
-        ("", [None], 'ty": "Ro'),
-        ("", [None], 'me"}'),
-        ("", [], ""),
-        ("", [], ""),
-    ]
+        ("So ", [], ""), ("", ["weather", None], '{"ci'), ("", [None], 'ty": "Ro'), ("", [None], 'me"}'),
+        ("", [], ""), ("", [], ""),
+    ]  # fmt: skip
     assert reader.flush() == ""
 
 

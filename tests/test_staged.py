@@ -39,7 +39,7 @@ def drafts(target: LeanTarget, drafter: CausalLMDrafter, budget: Budget) -> list
     decoder, found = Decoder(target, drafter, budget=budget), []
     for row, prompt in enumerate(PROMPTS):
         temperature = float(row == 1)
-        decoder.admit(prompt, Sampling(temperature, max_tokens=18 + 6 * row, ignore_eos=True, seed=row))
+        decoder.admit(prompt, Sampling(temperature, max_tokens=12 + 4 * row, ignore_eos=True, seed=row))
         found.append((*state(decoder.step()),))
     while decoder.num_running:
         found.append((*state(decoder.step()),))

@@ -72,30 +72,10 @@ def test_no_import_cycles():
 
 def test_public_names():
     assert sorted(draftwing.__all__) == [
-        "Accepted",
-        "Budget",
-        "Decoder",
-        "DraftMethod",
-        "DraftTree",
-        "Drafter",
-        "DraftwingError",
-        "Engine",
-        "Generation",
-        "Grammar",
-        "LM",
-        "NetMethod",
-        "Request",
-        "Sampling",
-        "Stats",
-        "Step",
-        "StreamStep",
-        "Target",
-        "TextStream",
-        "custom_generate",
-        "errors",
-        "load",
-        "register",
-    ]
+        "Accepted", "Budget", "Decoder", "DraftMethod", "DraftTree", "Drafter", "DraftwingError", "Engine",
+        "Generation", "Grammar", "LM", "NetMethod", "Request", "Sampling", "Stats", "Step", "StreamStep", "Target",
+        "TextStream", "custom_generate", "errors", "load", "register",
+    ]  # fmt: skip
     assert all(hasattr(draftwing, name) for name in draftwing.__all__)
 
 

@@ -297,12 +297,8 @@ def free_port() -> str:
 
 
 SHARED = {
-    "method": "eagle3",
-    "unroll_steps": 2,
-    "draft_vocab_size": 30,
-    "accumulation": 2,
-    "save_every": 100,
-}
+    "method": "eagle3", "unroll_steps": 2, "draft_vocab_size": 30, "accumulation": 2, "save_every": 100,
+}  # fmt: skip
 # Random numbers belong to the rows of a batch, so they do not depend on the number of processes.
 DRAWN = {"method": "eagle1", "unroll_steps": 2, "later_share": 0.5, "accumulation": 2}
 
@@ -448,19 +444,12 @@ def smaller_moments(state):
 
 
 DAMAGES = [
-    lambda state: state.pop("net"),
-    lambda state: state.update(net={}),
-    lambda state: state.update(net=5),
-    lambda state: state.update(options=[1]),
-    lambda state: state.update(iteration="3"),
-    lambda state: state.update(iteration=-1),
-    lambda state: state.update(seconds=float("nan")),
-    lambda state: state.update(replanned=10**9),
-    lambda state: state.update(calibration={"other": 3}),
-    lambda state: state.update(optimizers=[]),
-    lambda state: state.update(optimizers=[5]),
-    smaller_moments,
-]
+    lambda state: state.pop("net"), lambda state: state.update(net={}), lambda state: state.update(net=5),
+    lambda state: state.update(options=[1]), lambda state: state.update(iteration="3"),
+    lambda state: state.update(iteration=-1), lambda state: state.update(seconds=float("nan")),
+    lambda state: state.update(replanned=10**9), lambda state: state.update(calibration={"other": 3}),
+    lambda state: state.update(optimizers=[]), lambda state: state.update(optimizers=[5]), smaller_moments,
+]  # fmt: skip
 
 
 def test_checkpoints_of_something_else(finished, folder, tmp_path):
