@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from draftwing.methods.registry import METHODS
+from draftwing.train.options import TrainOptions
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NOTEBOOKS = sorted(path.name for path in EXAMPLES.glob("*.ipynb"))
@@ -95,11 +96,17 @@ def chat_model(chat_toy, monkeypatch):
     return str(chat_toy / "toy" / "target")
 
 
+def short_options(*args, **given):
+    """Half of the updates that the example asks for."""
+    return TrainOptions(*args, **{**given, "iterations": 12, "eval_every": 6})
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_run(name, chat_model, monkeypatch, capsys):
     monkeypatch.setattr("draftwing.methods.registry.METHODS", dict(METHODS))
     monkeypatch.setattr(sys, "argv", [name])
     monkeypatch.setattr("draftwing.train.session.START_TOKENS", 4096)
+    monkeypatch.setattr("draftwing.train.options.TrainOptions", short_options)
     if name == "openai_client.py":  # it starts a server
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

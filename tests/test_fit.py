@@ -142,7 +142,8 @@ def test_ctrl_c_before_training_keeps_what_there_was(run, target, tmp_path, monk
         raise KeyboardInterrupt
 
     monkeypatch.setattr("draftwing.train.session.load_target", stop)
-    args = ["train", "eagle3", "-t", target, "--data", run[1], "--iterations", 1, "--device", "cpu"]
+    args = ["train", "eagle3", "-t", target, "--data", run[1], "--iterations", 1]
+    args += ["--precision", "no", "--device", "cpu"]
     stopped = CliRunner().invoke(cli.app, list(map(str, [*args, "-o", tmp_path / "run"])))
     assert stopped.exit_code == 130
     assert "stopped before the first update (loading the target): nothing was written" in stopped.stderr

@@ -34,12 +34,12 @@ def model(folder_of) -> LeanTarget:
 def drafts(target: LeanTarget, drafter: CausalLMDrafter, budget: Budget) -> list[tuple[list, float]]:
     """Every draft of a decode loop whose rows join and leave: the first child of each level, and the levels run.
 
-    One of the rows is sampled.
+    The second row is greedy.
     """
     decoder, found = Decoder(target, drafter, budget=budget), []
     for row, prompt in enumerate(PROMPTS):
-        temperature = float(row == 1)
-        decoder.admit(prompt, Sampling(temperature, max_tokens=12 + 4 * row, ignore_eos=True, seed=row))
+        temperature = float(row != 1)
+        decoder.admit(prompt, Sampling(temperature, max_tokens=18 + 6 * row, ignore_eos=True, seed=row))
         found.append((*state(decoder.step()),))
     while decoder.num_running:
         found.append((*state(decoder.step()),))
