@@ -55,7 +55,7 @@ def slow_divergence(name: str, p: list[float], q: list[float]) -> float:
     return beta * slow_divergence("fkl", p, m) + (1 - beta) * slow_divergence("fkl", q, m)
 
 
-NAMES = ("fkl", "rkl", "tv", "jsd", "jsd:0.1", "jsd:0.9")
+NAMES = ("fkl", "rkl", "tv", "jsd", "jsd:0.1")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -107,8 +107,10 @@ def test_other_objectives_are_refused(name):
 # --- the loss --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen3", "mistral-window", "phi3"])
-@pytest.mark.parametrize("name", ["fkl", "jsd:0.3"])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("llama", "fkl"), ("llama-tied", "jsd:0.3"), ("qwen3", "fkl"), ("mistral-window", "jsd:0.3"), ("phi3", "fkl")],
+)
 def test_the_loss_is_the_divergence_after_every_token_that_counts(family, name, folder_of):
     """Against transformers' own logits of target and draft model, a position at a time; gradients too."""
     target = LeanTarget.from_folder(folder_of("llama"), torch.float64, prepack=False)
@@ -276,21 +278,15 @@ def session(target: Path, data: Path, out: Path, initial: Path | None = None, **
     return prepare(files, TrainOptions("causal-lm", **{**usual, **options}), out, dtype="float32", device="cpu")
 
 
-RUNS = {
-    "own-text": {"own_text": 0.6, "objective": "rkl"},
-    "muon": {"optimizer": "muon", "objective": "jsd:0.2", "accumulation": 2, "own_text": 0.3},
-}
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(name, target, data, tmp_path):
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(target, data, tmp_path):
     """To the bit, with text of its own too: what it writes hangs on its weights at that update."""
-    unbroken = session(target, data, tmp_path / "unbroken", **RUNS[name])
+    options = {"optimizer": "muon", "objective": "jsd:0.2", "accumulation": 2, "own_text": 0.5}
+    unbroken = session(target, data, tmp_path / "unbroken", **options)
     unbroken.run()
-    stopped = session(target, data, tmp_path / "stopped", **RUNS[name])
+    stopped = session(target, data, tmp_path / "stopped", **options)
     stop_at(stopped.trainer, 4)
     assert stopped.run().iteration == 4 == read_checkpoint(tmp_path / "stopped")["iteration"]
-    session(target, data, tmp_path / "stopped", **RUNS[name]).run()
+    session(target, data, tmp_path / "stopped", **options).run()
     for out in ("stopped", "unbroken"):  # evaluations say how long they took
         file = tmp_path / out / "metrics.jsonl"
         lines = [json.loads(line) for line in file.read_text().splitlines()]
