@@ -69,7 +69,7 @@ def browser():
     if CHROMIUM is None:
         pytest.skip("there is no Chromium here: apt-get install chromium")
     with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--disable-extensions", "--disable-background-networking", "--in-process-gpu"])
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         browser.close()
 
