@@ -707,7 +707,7 @@ def test_heads_of_others_draft_as_their_nets_do(layout, folder_of, tmp_path):
     expected = dflash_block(net, found.features[1, :8], found.batch.ids[1, 8])
     torch.testing.assert_close(blocks[1, 1], expected, rtol=1e-3, atol=1e-4)
     drafter = BlockDrafter(net, target)
-    for sequence, pending, tree, row, nodes in drafted(target, drafter, Budget(net.num_levels, 2, children="top"), 6):
+    for sequence, pending, tree, row, nodes in drafted(target, drafter, Budget(net.num_levels, 2, children="top")):
         read = dflash_block(net, features_of(target, sequence, net.config.taps), pending)
         tokens = tree.tokens[row].tolist()
         for node in nodes:
