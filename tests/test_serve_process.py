@@ -37,7 +37,7 @@ def free_port():
 
 def until(condition):
     """Wait until a condition is true, and return its value."""
-    for _ in range(30_000):
+    for _ in range(6_000):
         with suppress(httpx.TransportError):
             if found := condition():
                 return found
