@@ -27,6 +27,7 @@ os.environ["HF_HUB_CACHE"] = os.path.join(os.environ["DRAFTWING_CACHE"], "hub")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # processes that tests start take up to a quarter less time
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process that a test starts compiles the whole package
 
+import hypothesis
 import pytest
 import tokenizers
 import torch
@@ -42,6 +43,8 @@ gc.disable()  # until all tests are collected: imported modules stay, and garbag
 IS_SHARED = "DRAFTWING_TEST_CACHE" in os.environ  # it belongs to whoever started this process
 os.environ["DRAFTWING_TEST_CACHE"] = os.environ["DRAFTWING_CACHE"]
 typer.testing._get_command = cache(typer.main.get_command)  # builds the commands once instead of for every run
+hypothesis.settings.register_profile("draftwing", max_examples=50)
+hypothesis.settings.load_profile("draftwing")
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 # In the background of a script interrupts are ignored, and what is started from there ignores them too.

@@ -16,28 +16,12 @@ from safetensors.torch import load_file
 from conftest import kernel_size
 
 ARCHITECTURES = {  # by model type
-    "mistral": "llama",
-    "mixtral": "llama",
-    "qwen3_moe": "qwen3moe",
-    "gemma3_text": "gemma3",
-    "olmo3": "olmo2",
-    "cohere": "command-r",
-    "hunyuan_v1_dense": "hunyuan-dense",
-    "qwen2_moe": "qwen2moe",
-    "lfm2_moe": "lfm2moe",
-    "gpt_oss": "gpt-oss",
-    "ministral3": "mistral3",
-    "qwen3_5_text": "qwen35",
-    "qwen3_5_moe_text": "qwen35moe",
-    "qwen3_next": "qwen3next",
-    "deepseek_v2": "deepseek2",
-    "deepseek_v3": "deepseek2",
-    "glm": "chatglm",
-    "glm4_moe": "glm4moe",
-    "ernie4_5_moe": "ernie4_5-moe",
-    "llama4_text": "llama4",
-    "gemma4_text": "gemma4",
-}
+    "mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3", "olmo3": "olmo2",
+    "cohere": "command-r", "hunyuan_v1_dense": "hunyuan-dense", "qwen2_moe": "qwen2moe", "lfm2_moe": "lfm2moe",
+    "gpt_oss": "gpt-oss", "ministral3": "mistral3", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_next": "qwen3next", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "glm": "chatglm",
+    "glm4_moe": "glm4moe", "ernie4_5_moe": "ernie4_5-moe", "llama4_text": "llama4", "gemma4_text": "gemma4",
+}  # fmt: skip
 # RoPE turns adjacent numbers, unlike the checkpoint's.
 ADJACENT = ("llama", "smollm3", "granite", "granitemoe", "arcee", "mistral3")
 SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe", "qwen3next")  # norms hold 1 + w
@@ -80,12 +64,8 @@ SETTINGS = {  # the writer's methods by settings of a checkpoint
 
 
 _ROPE = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
-    "rope_theta": 5e5,
-    "truncate": False,
-}
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 5e5, "truncate": False,
+}  # fmt: skip
 _TIED = {"tie_word_embeddings": True}
 # llama.cpp has one width for keys and values.
 _HEADS = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_value_heads": 6}

@@ -26,15 +26,9 @@ def short_run(target: Path, folder: Path, method: str, **changes) -> tuple[Path,
     data = folder / "data.jsonl"
     data.write_text("".join(json.dumps({"text": text * 4}) + "\n" for text in TEXTS * 6))
     options = {
-        "iterations": 12,
-        "lr": 3e-3,
-        "max_length": 32,
-        "tokens_per_batch": 256,
-        "precision": "no",
-        "validation_share": 0.2,
-        "eval_prompts": 1,
-        "eval_tokens": 4,
-    }
+        "iterations": 8, "lr": 3e-3, "max_length": 32, "tokens_per_batch": 256, "precision": "no",
+        "validation_share": 0.2, "eval_prompts": 1, "eval_tokens": 4,
+    }  # fmt: skip
     session = prepare(
         RunFiles(target, [data]), TrainOptions(method, **{**options, **changes}), folder, dtype="float32", device="cpu"
     )

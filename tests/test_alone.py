@@ -40,9 +40,10 @@ def lms():
     return {"auto": lm, "fixed": dw.LM(lm.target, lm.tokenizer, lm.new_drafter, budget=dw.Budget(3))}
 
 
-@pytest.mark.parametrize("memory", [None, 1 << 26])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("name", ["auto", "fixed"])
+@pytest.mark.parametrize(
+    ("name", "temperature", "memory"),
+    [("auto", 0.0, None), ("auto", 1.0, 1 << 26), ("fixed", 0.0, 1 << 26), ("fixed", 1.0, None)],
+)
 def test_a_text_leaves_nothing_to_the_threads_of_pytorch(lms, name, temperature, memory):
     """Prompts in one piece and in several; the second text finds what the first one left in its row or its pages."""
     engine = lms[name].engine(max_batch=1, kv_memory=memory)

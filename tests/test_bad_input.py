@@ -34,7 +34,7 @@ from draftwing.methods.causal_lm import CausalLMDrafter
 from draftwing.methods.lookup import LookupDrafter
 from draftwing.models.lean import LeanTarget
 from draftwing.sampling import Sampling
-from draftwing.tree import PAD, DraftTree
+from draftwing.tree import DraftTree
 
 VOCAB = SMALL["vocab_size"]
 PROMPTS = ([5, 6, 9, 5, 6], [8, *range(20, 35)], [11, 12])
@@ -337,7 +337,6 @@ def test_budgets_at_their_limits():
 # --- prompts ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", ["generate", "stream"])
 @pytest.mark.parametrize(
     ("prompt", "parts"),
     [
@@ -363,10 +362,10 @@ def test_budgets_at_their_limits():
     ],
     ids=id_of,
 )
-def test_prompts(prompt, parts, call, lm):
-    prompts = [prompt] if call == "generate" else prompt
-    with refused(PromptError, *parts):
-        list(getattr(lm, call)(prompts, max_tokens=2))
+def test_prompts(prompt, parts, lm):
+    for call, prompts in ((lm.generate, [prompt]), (lm.stream, prompt)):
+        with refused(PromptError, *parts):
+            list(call(prompts, max_tokens=2))
 
 
 @pytest.mark.parametrize("prompts", [None, 5, b"ab", {"role": "user", "content": "x"}, [1.0, 2.0], [True], 1.5])
@@ -627,20 +626,6 @@ def test_steps_and_retirements_of_nothing(target):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "parents", "parts"),
-    [
-        ([5, 6, 7], [-1, 2, 0], ("row 0, node 1: parent 2 is out of order", "sort the nodes")),
-        ([5, 61], [-1, 0], ("row 0, node 1: token 61 is outside the target's vocabulary of 61",)),
-        ([PAD, 6], [-1, 0], ("row 0: node 0 must hold the pending token",)),
-        ([5, PAD, 6], [-1, -1, 1], ("row 0, node 2: its parent 1 is unused",)),
-    ],
-)
-def test_trees(tokens, parents, parts):
-    with refused(TreeError, *parts):
-        DraftTree.from_lists([tokens], [parents]).check(VOCAB)
-
-
-@pytest.mark.parametrize(
     ("tokens", "parents", "device", "parts"),
     [
         ([], [], "cpu", ("tokens must be one list of ints for each row, found []",)),
@@ -693,9 +678,9 @@ class Picky(LookupDrafter):
         super().admit(ctx, features)
 
 
-@pytest.mark.parametrize("drafter", ["none", "lookup", "lm"])
+@pytest.mark.parametrize("drafter", ["lookup", "lm"])
 def test_a_bad_request_leaves_the_others_alone(drafter, target):
-    drafters = {"none": None, "lookup": Picky(VOCAB, 1), "lm": CausalLMDrafter(target, VOCAB)}
+    drafters = {"lookup": Picky(VOCAB, 1), "lm": CausalLMDrafter(target, VOCAB)}
     decoder = Decoder(target, drafters[drafter], budget=Budget(3))
     requests = [Sampling(max_tokens=15, temperature=1.0, seed=seed, ignore_eos=True) for seed in range(3)]
     texts = {decoder.admit(prompt, sampling): () for prompt, sampling in zip(PROMPTS[:2], requests[:2], strict=True)}
@@ -740,22 +725,21 @@ def poison(target, where):
 
 @pytest.mark.parametrize("where", ["norm", "embedding", "head"])
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_nan_while_decoding(temperature, rule, where, broken):
+def test_nan_while_decoding(rule, where, broken):
     """No rule draws from a distribution with NaN."""
     poison(broken, where)
     decoder = Decoder(broken, LookupDrafter(VOCAB, 1), rule, lossless=rule != "typical")
-    for prompt in (PROMPTS[2], PROMPTS[0]):
-        decoder.admit(prompt, Sampling(temperature=temperature))
+    for number in range(4):
+        decoder.admit(PROMPTS[2 - number // 2 * 2], Sampling(temperature=float(number % 2)))
     step = decoder.step()
-    bad = [1] if where == "embedding" else [0, 1]  # only the second prompt has that token
+    bad = [2, 3] if where == "embedding" else [0, 1, 2, 3]  # only the other prompt has that token
     assert [row.request_id for row in step.rows if row.finish_reason == "error"] == bad
     for row in (step.rows[request] for request in bad):
         assert row.token_ids == ()
         logits = f"tiny: the logits of request {row.request_id} at"
         with refused(NumericsError, logits, "NaN", "check the weights", "'float32'"):
             raise row.error
-    assert [request.id for request in decoder.running] == [request for request in (0, 1) if request not in bad]
+    assert [request.id for request in decoder.running] == [request for request in range(4) if request not in bad]
 
 
 def test_one_request_with_nan_ends_alone(broken):
@@ -776,11 +760,8 @@ def test_one_request_with_nan_ends_alone(broken):
 # --- a draft model with a shorter context ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("temperature", "rule", "width"),
-    [(1.0, "match", 3), (0.0, "match", 1), (1.0, "multi-round", 1), (0.0, "multi-round", 3)],
-)
-def test_a_draft_with_a_shorter_context(temperature, rule, width, target, folder_of):
+@pytest.mark.parametrize(("temperature", "rule"), [(1.0, "match"), (0.0, "multi-round")])
+def test_a_draft_with_a_shorter_context(temperature, rule, target, folder_of):
     """Rows within it get drafts; longer ones, and those that grow beyond it, get none."""
     draft = LeanTarget.from_folder(folder_of("llama", max_position_embeddings=24), torch.float64)
     prompts = [list(range(3, 43)), [8, 9], list(range(30, 50)), list(range(5, 29)), [4]]
@@ -788,7 +769,7 @@ def test_a_draft_with_a_shorter_context(temperature, rule, width, target, folder
         Sampling(max_tokens=20, temperature=temperature, seed=seed, ignore_eos=True, repetition_penalty=1.1)
         for seed in range(5)
     ]
-    decoder = Decoder(target, CausalLMDrafter(draft, VOCAB), rule, Budget(4, width))
+    decoder = Decoder(target, CausalLMDrafter(draft, VOCAB), rule, Budget(4, 3))
     texts, drafted = {}, {}
     for number in range(100):
         if number < len(prompts):  # they come one by one, and the short ones after the long one
@@ -804,9 +785,8 @@ def test_a_draft_with_a_shorter_context(temperature, rule, width, target, folder
             assert (row.num_drafted > 0) <= (lengths[row.request_id] < 22)
     assert {request for request, steps in drafted.items() if any(steps)} == {1, 2, 4}
     assert not any(steps[-1] for request, steps in drafted.items() if request in (0, 2, 3))
-    if rule == "match" or temperature == 0:
-        for request, text in texts.items():
-            assert text == plain(target, prompts[request], sampling[request])
+    for request, text in texts.items():
+        assert text == plain(target, prompts[request], sampling[request])
 
 
 def test_a_draft_too_short_for_every_row(target, folder_of):

@@ -414,18 +414,20 @@ def test_a_conversation_in_a_terminal(terminal, target, tmp_path):
     terminal.until("accepted at once: 1 2 3 4\\+\n.*> ")
     terminal.type("/frobnicate\n")
     terminal.until("error: there is no command '/frobnicate'[^>]*> ")  # what is typed before a prompt is echoed twice
-    terminal.type("x = 1\n")
-    terminal.until("x = 1\n")
+    terminal.type("\x1b[200~a = 1\nb = 2\x1b[201~\n")  # what is pasted is one question
+    terminal.until("b = 2\n")
     terminal.until("[^\n]{3}")  # it talks
     terminal.type("\x03")
     terminal.until("stopped; the dialogue continues")
     assert re.search(r"\x1b\[(33|1;35)m", terminal.raw)  # three or more accepted at once
-    terminal.type("/draft none\n")
+    pytest.importorskip("readline")
+    terminal.type("/draft no\t\n")  # Tab completes it
     terminal.until("drafts by none: same text")
     terminal.type(f"/save {tmp_path / 'chat.jsonl'}\n")
     terminal.until("2 messages appended")
     question, answer = json.loads((tmp_path / "chat.jsonl").read_text())["messages"]
     whole = dw.load(target, draft="none").generate([question], max_tokens=150, ignore_eos=True)[0].text
+    assert question["content"] == "a = 1\nb = 2"
     assert answer["content"]
     assert whole.startswith(answer["content"])
     assert len(answer["content"]) < len(whole)
@@ -441,27 +443,6 @@ def test_a_conversation_in_a_terminal(terminal, target, tmp_path):
     terminal.interrupt()
     assert terminal.process.wait(PATIENCE) == 0
     assert "Traceback" not in terminal.raw
-
-
-def test_a_pasted_text_is_one_question_and_tab_completes(target):
-    pytest.importorskip("readline")
-    opened = Terminal("-t", target, "-d", "none", "-n", 3, "--ignore-eos", NO_COLOR="1")
-    try:
-        opened.until("[^>]*> ")
-        opened.type("\x1b[200~a = 1\nb = 2\nc = 3\x1b[201~\n")
-        opened.until("3 tokens[^>]*> ")
-        opened.type("/temp\t 0.5\n")
-        opened.until("temperature 0.5[^>]*> ")
-        opened.type("/draft no\t\n")
-        opened.until("drafts by none: same text[^>]*> ")
-        opened.type("/stats\n")
-        told = opened.until("temperature [^\n]*seed[^>]*> ")
-        assert "dialogue, none: 3 tokens" in told
-        opened.type("\x04")  # the end of input ends the conversation
-        assert opened.process.wait(PATIENCE) == 0
-        assert not re.search(r"\x1b\[3\d", opened.raw)
-    finally:
-        opened.close()
 
 
 # --- the demonstration -----------------------------------------------------------------------------------------------

@@ -1,17 +1,16 @@
 """The command line on a tiny model: what it prints, where, and with which exit code."""
 
+import errno
 import io
 import json
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
 import warnings
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -133,13 +132,6 @@ def test_a_text_follows_a_schema_or_a_grammar(target, tmp_path):
         assert one["text"] in run(*plain, option, forms[1]).stdout
 
 
-def test_several_prompts_and_log_probabilities(target, prompts):
-    result = run("generate", "--prompts", prompts, "-t", target, "-d", "lookup", "-n", 5, "--logprobs", 1)
-    assert result.exit_code == 0, result.output
-    assert "prompt 3 of 3" in result.stderr
-    assert "logprob" in result.stderr
-
-
 def test_colours_on_a_terminal_leave_the_text_as_it_is(target, expected):
     result = run("generate", PROMPT, "-t", target, "-d", target, "-n", 12, FORCE_COLOR="1", TERM="xterm-256color")
     assert result.exit_code == 0, result.output
@@ -170,11 +162,21 @@ def test_chat_templates(target, tmp_path):
         lengths = [one["num_prompt_tokens"] for one in json.loads(result.stdout)["generations"]]
         assert lengths == [bos + len(lm.tokenizer.encode_plain(text)) for text in texts]
     check_refused(run("generate", "hello", "-t", target, "-d", "none", "--chat"), "chat template")
+    shown = run("generate", "--prompts", tmp_path / "p.jsonl", "-t", target, "-n", 2, "--logprobs", 1).stderr
+    assert "prompt 2 of 2" in shown
+    assert "logprob" in shown
 
 
-@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (BrokenPipeError, 1)])
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (KeyboardInterrupt, 130, ""),
+        (BrokenPipeError, 1, ""),
+        (OSError(errno.ENOSPC, "No space left on device"), 2, "error: [Errno 28] No space left on device\n"),
+    ],
+)
 def test_an_interrupt_keeps_the_text_so_far_and_a_reader_that_is_gone_is_no_error(
-    target, expected, monkeypatch, error, code
+    target, expected, monkeypatch, error, code, says
 ):
     write, texts = console.Screen.write, []
 
@@ -189,7 +191,25 @@ def test_an_interrupt_keeps_the_text_so_far_and_a_reader_that_is_gone_is_no_erro
     assert result.exit_code == code
     assert result.stdout.rstrip("\n") == "".join(texts).rstrip("\n")
     assert expected.text.startswith("".join(texts))
-    assert result.stderr == ""
+    assert result.stderr == says
+
+
+def test_an_interrupt_at_stdin_is_quiet(target, monkeypatch, capsys):
+    """Ctrl-C while it waits for the end of stdin."""
+
+    class Waiting(io.TextIOBase):
+        def isatty(self):
+            return False
+
+        def read(self, size=-1):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "stdin", Waiting())
+    monkeypatch.setattr(sys, "argv", ["draftwing", "generate", "-t", str(target), "-d", "none"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 130
+    assert capsys.readouterr() == ("", "")
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
@@ -202,33 +222,21 @@ ERRORS = {
     "no prompt on stdin": ([], "no prompt"),
     "two prompts": (["x", "--prompts", "y"], "two prompts"),
     "no such prompts": (["--prompts", "/nowhere/p.jsonl"], "/nowhere/p.jsonl"),
-    "temperature": (["x", "-T", "-1"], "temperature"),
-    "max tokens": (["x", "-n", "0"], "max_tokens"),
     "rule": (["x", "--rule", "guess"], "'guess'"),
     "lossy": (["x", "--rule", "typical"], "--lossy"),
-    "dtype": (["x", "--dtype", "int3"], "'int3'"),
     "bias": (["x", "--logit-bias", "5"], "--logit-bias"),
-    "bias token": (["x", "--logit-bias", "5000:1"], "5000"),
     "tree": (["x", "-d", "lookup", "--tree", "bush"], "--tree must be auto"),
-    "chain": (["x", "-d", "lookup", "--tree", "chain:-1"], "depth"),
     "dynamic": (["x", "-d", "lookup", "--tree", "dynamic:9,0"], "--tree must be auto"),
-    "endless chain": (["x", "-d", "lookup", "--tree", "chain:99999999999999999999"], "depth from 0 to 1,024"),
     "digits": (["x", "-d", "lookup", "--tree", "chain:" + "9" * 5000], "--tree must be auto"),
-    "wide": (["x", "-d", "lookup", "--tree", "dynamic:60,2,40000"], "width from 1 to 256"),
     "endless tree": (["x", "-d", "lookup", "--tree", "/dev/zero"], "more than 1,048,576 bytes"),
     "no file": (["x", "-d", "lookup", "--tree", "a\0b"], "--tree must be auto"),
     "no text": (["x\udcff"], "give valid text"),
-    "no text for a stop": (["x", "--stop", "\udcff"], "stop must be text"),
     "no number": (["x", "--seed", "1e5"], "'--seed'"),
     "no such option": (["x", "--sede", "1"], "No such option: --sede"),
-    "huge bias": (["x", "--logit-bias", "5:1e999"], "logit_bias must be in"),
-    "draft": (["x", "-d", "/nowhere/draft"], "/nowhere/draft"),
     "no such schema": (["x", "--json-schema", "nowhere.json"], "'nowhere.json' cannot be read"),
     "no schema": (["x", "--json-schema", "{"], "JSON schema"),
-    "no grammar": (["x", "--grammar", "start: ("], "cannot be followed"),
     "empty grammar": (["x", "--grammar", ""], "cannot be read"),
     "two grammars": (["x", "--grammar", 'start: "x"', "--json-schema", "{}"], "give one of them"),
-    "a grammar without an end": (["x", "--grammar", 'start: "x"', "--ignore-eos"], "leave one out"),
 }
 
 
@@ -265,13 +273,9 @@ def test_commands_for_engines_with_a_gguf_target_can_work(tmp_path, monkeypatch)
 
 
 TREES = {
-    "a huge rank": ("[[99999999999]]", "ranks from 0 to 255"),
     "deep": ("[" * 100_000, "nested too deep"),
-    "booleans": ("[[true]]", "found [True]"),
-    "no list": ('{"a": 1}', "a static tree is a list"),
     "an orphan": ("[[0, 0]]", "each path's parent in its list"),
     "no JSON": ("[[0]", "--tree must be auto"),
-    "empty": ("", "--tree must be auto"),
 }
 
 
@@ -289,12 +293,11 @@ def test_trees_of_files(target, tmp_path, expected, name):
     check_refused(result, "error: --tree ", words)
 
 
-@pytest.mark.parametrize("source", ["stdin", "file"])
 @pytest.mark.parametrize("content", [b'{"messages": ["x"]}\n', b"\xff\xfe", b""])
-def test_prompts_that_are_none(target, tmp_path, source, content):
+def test_prompts_that_are_none(target, tmp_path, content):
     (tmp_path / "prompts.jsonl").write_bytes(content)
-    stdin, args = (content, []) if source == "stdin" else (b"", ["--prompts", tmp_path / "prompts.jsonl"])
-    check_refused(run("generate", "-t", target, "-d", "none", "-n", 2, *args, stdin=stdin))
+    for stdin, args in (content, []), (b"", ["--prompts", tmp_path / "prompts.jsonl"]):
+        check_refused(run("generate", "-t", target, "-d", "none", "-n", 2, *args, stdin=stdin))
 
 
 def test_typical_with_lossy_says_so(target):
@@ -396,6 +399,7 @@ def test_verify(target, prompts):
     assert "2 of 2 texts identical" in result.stdout
     found = json.loads(run(*args, "--json").stdout)
     assert (found["num_identical"], found["differences"]) == (2, [])
+    check_refused(run(*args, "--rule", "block"), "'block'")
 
 
 @pytest.mark.parametrize(
@@ -421,11 +425,6 @@ def test_verify_exit_codes(target, prompts, monkeypatch, ties, options, code):
     assert result.exit_code == code
     margins = [each["margin"] for each in json.loads(result.stdout)["differences"]]
     assert margins == [1e-7 if tie else None for tie in ties]
-
-
-def test_verify_refuses_rules_that_keep_the_distribution_alone(target, prompts):
-    args = ["-t", target, "-d", target, "--prompts", prompts, "--rule", "block", "-T", 1]
-    check_refused(run("verify", *args), "'block'")
 
 
 # --- info and the rest -----------------------------------------------------------------------------------------------
@@ -506,14 +505,6 @@ for args in (["--help"], ["generate", "--help"], ["data", "cache", "--help"], ["
         assert all(word in text for word in words)
 
 
-def test_public_names():
-    from draftwing import Budget, load
-
-    assert (dw.load, dw.Budget) == (load, Budget)
-    with pytest.raises(AttributeError, match=r"^module 'draftwing' has no attribute 'lode'$"):
-        dw.lode  # noqa: B018
-
-
 def commands(app=cli.app, path=()):
     for command in app.registered_commands:
         yield (*path, command.name or command.callback.__name__)
@@ -553,33 +544,13 @@ def test_arguments_that_are_not_utf_8():
     assert done.stderr.count(b"\n") == 1
 
 
-def check_stdout_that_takes_nothing(command, way, *args):
-    done = shell(f"{command} {way}; exit ${{PIPESTATUS[0]}}", *args)
+@pytest.mark.parametrize("way", ["list | true", "--version >&-", "list > /dev/full", "--version 2>&-"])
+def test_a_stdout_that_takes_nothing(way):
+    done = shell(f"draftwing {way}; exit ${{PIPESTATUS[0]}}")
     assert done.returncode in ((2,) if "full" in way else (0, 1))
     assert b"Traceback" not in done.stderr
     assert b"Exception" not in done.stderr
     assert done.stderr.startswith(b"error: ") == ("full" in way)
-
-
-@pytest.mark.parametrize("way", ["| true", ">&-", "> /dev/full", "2>&-"])
-def test_a_stdout_that_takes_nothing(way):
-    check_stdout_that_takes_nothing("draftwing list", way)
-
-
-def test_a_full_disk_under_a_text(target):
-    check_stdout_that_takes_nothing('draftwing generate "$1" -t "$2" -d none -n 2', "> /dev/full", PROMPT, str(target))
-
-
-def settled(process) -> None:
-    """Wait until it computes nothing any more: Python itself may lose an interrupt in the middle of an import."""
-    stat, before = Path(f"/proc/{process.pid}/stat"), None
-    for _ in range(300):
-        state, *fields = stat.read_text().rpartition(")")[2].split()
-        if state == "S" and fields[10:12] == before:  # user and system time
-            return
-        before = fields[10:12]
-        time.sleep(0.2)
-    raise AssertionError("it never waits")
 
 
 def test_every_draft_that_a_target_can_have(capsys):
@@ -588,20 +559,6 @@ def test_every_draft_that_a_target_can_have(capsys):
     assert {"eagle1", "eagle3", "eagle3+lookup", "causal-lm", "lookahead", "suffix", "self-window"} <= set(found)
     assert not {"none", "mtp"} & set(found)
     assert "skipped mtp: toy (LlamaForCausalLM) has no MTP modules" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
-def test_an_interrupt_is_quiet(target):
-    """Ctrl-C while it waits for the end of stdin."""
-    program = "from draftwing.cli.main import main\nprint('ready', flush=True)\nmain()"
-    command = [sys.executable, "-c", program, "generate", "-t", str(target), "-d", "none", "-n", "100"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout.readline() == b"ready\n"
-    settled(process)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=PROCESS_SECONDS)
-    assert process.returncode == 130
-    assert (out, err) == (b"", b"")
 
 
 # --- progress in files and pipes -------------------------------------------------------------------------------------

@@ -479,13 +479,6 @@ def test_batches_are_full_and_little_padded():
     assert batches.num_tokens_per_epoch / sum(sizes) > 0.85
 
 
-def test_types_of_a_batch():
-    batch = Batches(Corpus((example(1, 5, 6), example(1, 7))), 100, 50, seed=0).batch(0)
-    assert (batch.ids.dtype, batch.mask.dtype, batch.lengths.dtype) == (torch.int64, torch.bool, torch.int64)
-    assert sorted(rows_of(batch)) == [((1, 5, 6), (False, True, True)), ((1, 7), (False, True))]
-    assert batch.ids.shape == (2, 3)
-
-
 def test_batches_refuse():
     rows = Corpus((example(1, *range(3, 40)),))
     with refused(ConfigError, "tokens_per_batch is 20, and the longest row has 38 tokens", "raise it to at least 38"):

@@ -7,8 +7,6 @@ import os
 import shutil
 import signal
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -151,17 +149,17 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
 def test_a_kill_leaves_nothing_half(tmp_path):
     """Killed while it writes: the folder does not exist. The next build removes the leftovers."""
     out = tmp_path / "store"
-    code = (
-        "import os, pathlib, signal\n"
-        "from draftwing.methods.suffix_array import SuffixArray, join_texts, write_datastore\n"
-        "os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGKILL)\n"
-        f"write_datastore(pathlib.Path({str(out)!r}), SuffixArray(join_texts([[1, 2, 3]])), {ABOUT})\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code])
-    assert process.wait() == -signal.SIGKILL
+    child = os.fork()
+    if child == 0:
+        os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            write_datastore(out, SuffixArray(join_texts([[1, 2, 3]])), ABOUT)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     (leftover,) = tmp_path.iterdir()
     assert leftover.name.startswith(".store.")
-    assert leftover.name.endswith(f".{process.pid}.partial")
+    assert leftover.name.endswith(f".{child}.partial")
     write_datastore(out, SuffixArray(join_texts([[1, 2, 3]])), ABOUT)
     assert list(tmp_path.iterdir()) == [out]
     read_datastore(out, whole=True)

@@ -55,7 +55,7 @@ def slow_divergence(name: str, p: list[float], q: list[float]) -> float:
     return beta * slow_divergence("fkl", p, m) + (1 - beta) * slow_divergence("fkl", q, m)
 
 
-NAMES = ("fkl", "rkl", "tv", "jsd", "jsd:0.1", "jsd:0.9")
+NAMES = ("fkl", "rkl", "tv", "jsd", "jsd:0.1")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -107,8 +107,10 @@ def test_other_objectives_are_refused(name):
 # --- the loss --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen3", "mistral-window", "phi3"])
-@pytest.mark.parametrize("name", ["fkl", "jsd:0.3"])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("llama", "fkl"), ("llama-tied", "jsd:0.3"), ("qwen3", "fkl"), ("mistral-window", "jsd:0.3"), ("phi3", "fkl")],
+)
 def test_the_loss_is_the_divergence_after_every_token_that_counts(family, name, folder_of):
     """Against transformers' own logits of target and draft model, a position at a time; gradients too."""
     target = LeanTarget.from_folder(folder_of("llama"), torch.float64, prepack=False)
@@ -154,8 +156,13 @@ def test_what_is_not_for_draft_models_is_refused(folder_of):
             read_causal_lm(folder_of(family), CPU)
 
 
-@pytest.mark.parametrize("family", ["smollm3", "granite", "hunyuan", "olmo3", "exaone4", "arcee"])
-def test_further_families_are_written_as_they_were_read(family, folder_of):
+DENSE = ["llama", "llama-bias-tied", "qwen2", "qwen3", "phi3", "smollm3", "granite", "hunyuan", "olmo3"]
+DENSE += ["exaone4", "arcee"]
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_every_dense_family_is_written_as_it_was_read(family, folder_of):
+    """Every tensor under its own name, biases and norms of heads too."""
     folder = folder_of(family)
     written, stored = (
         read_causal_lm(folder, CPU, dtype=torch.float64).tensors(),
@@ -271,23 +278,15 @@ def session(target: Path, data: Path, out: Path, initial: Path | None = None, **
     return prepare(files, TrainOptions("causal-lm", **{**usual, **options}), out, dtype="float32", device="cpu")
 
 
-RUNS = {
-    "fkl": {},
-    "own-text": {"own_text": 0.6, "objective": "rkl"},
-    "muon": {"optimizer": "muon", "objective": "jsd:0.2", "accumulation": 2, "own_text": 0.3},
-}
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(name, target, data, tmp_path):
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(target, data, tmp_path):
     """To the bit, with text of its own too: what it writes hangs on its weights at that update."""
-    unbroken = session(target, data, tmp_path / "unbroken", **RUNS[name])
+    options = {"optimizer": "muon", "objective": "jsd:0.2", "accumulation": 2, "own_text": 0.5}
+    unbroken = session(target, data, tmp_path / "unbroken", **options)
     unbroken.run()
-    for stop in (2, 5):
-        stopped = session(target, data, tmp_path / "stopped", **RUNS[name])
-        stop_at(stopped.trainer, stop)
-        assert stopped.run().iteration == stop == read_checkpoint(tmp_path / "stopped")["iteration"]
-    session(target, data, tmp_path / "stopped", **RUNS[name]).run()
+    stopped = session(target, data, tmp_path / "stopped", **options)
+    stop_at(stopped.trainer, 4)
+    assert stopped.run().iteration == 4 == read_checkpoint(tmp_path / "stopped")["iteration"]
+    session(target, data, tmp_path / "stopped", **options).run()
     for out in ("stopped", "unbroken"):  # evaluations say how long they took
         file = tmp_path / out / "metrics.jsonl"
         lines = [json.loads(line) for line in file.read_text().splitlines()]
@@ -343,12 +342,9 @@ def test_it_drafts_for_its_target(start, trained, target, data, tmp_path):
     assert start == "nothing" or drafted.tau > 2
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "phi3", "llama"])
-def test_a_run_goes_on_from_any_dense_family(family, target, tmp_path, data):
-    """Every tensor that was read is written again under its own name, biases and norms of heads too."""
+def test_a_run_goes_on_from_another_family(target, tmp_path, data):
     initial = tmp_path / "initial"
-    changes = {"tie_word_embeddings": True} if family == "llama" else {}
-    build(family, 5, vocab_size=300, **changes).float().save_pretrained(initial)
+    build("qwen2", 5, vocab_size=300).float().save_pretrained(initial)
     add_tokenizer(initial)
     net = read_causal_lm(initial, CPU)
     get_method("causal-lm").write(tmp_path / "copy", net)

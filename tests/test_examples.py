@@ -4,14 +4,13 @@ import json
 import re
 import runpy
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from conftest import PROCESS_SECONDS
 from draftwing.methods.registry import METHODS
+from draftwing.train.options import TrainOptions
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NOTEBOOKS = sorted(path.name for path in EXAMPLES.glob("*.ipynb"))
@@ -97,21 +96,24 @@ def chat_model(chat_toy, monkeypatch):
     return str(chat_toy / "toy" / "target")
 
 
+def short_options(*args, **given):
+    """Half of the updates that the example asks for."""
+    return TrainOptions(*args, **{**given, "iterations": 12, "eval_every": 6})
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_run(name, chat_model, monkeypatch, capsys):
-    if name == "openai_client.py":  # it starts a process
+    monkeypatch.setattr("draftwing.methods.registry.METHODS", dict(METHODS))
+    monkeypatch.setattr(sys, "argv", [name])
+    monkeypatch.setattr("draftwing.train.session.START_TOKENS", 4096)
+    monkeypatch.setattr("draftwing.train.options.TrainOptions", short_options)
+    if name == "openai_client.py":  # it starts a server
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+            sys.argv.append(str(free.getsockname()[1]))
         monkeypatch.setenv("DRAFTWING_MODEL", chat_model)
-        command = [sys.executable, EXAMPLES / name, port]
-        text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PROCESS_SECONDS).stdout
-    else:
-        monkeypatch.setattr("draftwing.methods.registry.METHODS", dict(METHODS))
-        monkeypatch.setattr(sys, "argv", [name])
-        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-        text = capsys.readouterr().out
-    globals()[f"check_{name.removesuffix('.py')}"](text)
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    globals()[f"check_{name.removesuffix('.py')}"](capsys.readouterr().out)
 
 
 def check_coloured_chat(text):

@@ -350,10 +350,7 @@ def test_folders_that_are_no_cache(target, corpus, exact, copy, tmp_path):
         ("[1]", ["expected the description of a cache"]),
         (text.replace('"version": 2', '"version": 1'), ["version 1, expected 2", "make it again"]),
         (text.replace('"dtype": "float32"', '"dtype": "int3"'), ["expected the description of a cache"]),
-        (
-            text.replace("features-00001", "../features-00001"),
-            ["the description of a cache", "../features-0000"],
-        ),
+        (text.replace("features-00001", "../features-00001"), ["the description of a cache", "../features-0000"]),
         (text.replace('"num_rows": ', '"num_rows": 1'), ["rows, each once, found"]),
         (text.replace('"seed": 5', '"seed": 6'), ["belongs to another cache than its index.json", "seed 5 and 6"]),
     ]:
@@ -395,8 +392,7 @@ def run(*args):
     return CliRunner().invoke(cli.app, list(map(str, args)))
 
 
-@pytest.mark.parametrize("method", ["eagle1", "eagle3"])
-def test_cache_and_train(method, folder, tmp_path):
+def test_cache_and_train(folder, tmp_path):
     data = tmp_path / "data"
     data.mkdir()
     for i, text in enumerate(TEXTS * 2):
@@ -409,18 +405,8 @@ def test_cache_and_train(method, folder, tmp_path):
     assert found["num_kept"] == 0
     assert "the cache will have" in made.stderr
     assert json.loads(run("data", "cache", *common, *cut, "--out", tmp_path / "cache", "--json").stdout)["num_kept"] > 0
-    options = TrainOptions(
-        method=method,
-        max_length=24,
-        tokens_per_batch=96,
-        validation_share=0.2,
-        iterations=2,
-        precision="no",
-        eval_prompts=1,
-        eval_tokens=4,
-        draft_vocab_size=40 if method == "eagle3" else None,
-        seed=3,
-    )
+    sizes = {"max_length": 24, "tokens_per_batch": 96, "iterations": 2, "eval_prompts": 1, "eval_tokens": 4}
+    options = TrainOptions("eagle3", validation_share=0.2, precision="no", draft_vocab_size=40, seed=3, **sizes)
     settings = {"dtype": "float32", "device": "cpu"}
     session = prepare(RunFiles(folder, [], cache=tmp_path / "cache"), options, tmp_path / "run", **settings)
     online = prepare(RunFiles(folder, [data]), options, tmp_path / "online", **settings)

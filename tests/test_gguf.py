@@ -255,16 +255,12 @@ def test_numbers_that_do_not_lie_as_the_processor_wants_them(source_of, tmp_path
             assert torch.equal(weights.get(name), weight)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
 def test_transformers_reads_the_same(source_of, tmp_path, family):
     # It takes head widths of qwen3 for 128 whatever the file says, and phi3's padding for 32000 where it says nothing.
     source = source_of(family, **({"head_dim": 128} if family == "qwen3" else {}))
-    file = write(
-        source,
-        tmp_path / "m.gguf",
-        lambda name, weight: "BF16" if "ffn" in name else "F32",
-        change=lambda writer: writer.add_pad_token_id(0),
-    )
+    kind = lambda name, weight: "BF16" if "ffn" in name else "F32"  # noqa: E731
+    file = write(source, tmp_path / "m.gguf", kind, change=lambda writer: writer.add_pad_token_id(0))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
     with GgufWeights(file) as weights:
         theirs = {name: weight for name, weight in model.state_dict().items() if name in weights}
@@ -357,13 +353,8 @@ def test_many_make_one_folder(source_of, tmp_path, monkeypatch):
         thread.join()
     assert len(found) == 8
     assert len(set(found)) == 1
-    assert sorted(path.name for path in found[0].iterdir()) == [
-        "config.json",
-        "generation_config.json",
-        "model.gguf",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
+    files = "config.json generation_config.json model.gguf tokenizer.json tokenizer_config.json"
+    assert sorted(path.name for path in found[0].iterdir()) == files.split()
     assert not [path for path in found[0].parent.iterdir() if path.name.startswith(".")]
 
 
@@ -388,19 +379,24 @@ def test_the_imported_folder_is_the_checkpoint(source_of, tmp_path):
     assert all(torch.equal(again.state_dict()[name], weight) for name, weight in expected.items())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_familys_file_writes_the_checkpoints_text(source_of, tmp_path, family):
+@pytest.mark.parametrize("family", ["llama-bias-tied", "mixtral", "phi3"])
+def test_a_file_writes_the_checkpoints_text(source_of, tmp_path, family):
     source = source_of(family)
     folder = import_gguf(write(source, tmp_path / "m.gguf"), tmp_path / "out").folder
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     ours = dw.load(str(tmp_path / "m.gguf"), draft="lookup")
     ids = ours.tokenizer.encode("def add(a")
-    expected = model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=2)[0, len(ids) :]
-    assert list(ours.generate(["def add(a"], max_tokens=24)[0].token_ids) == expected.tolist()
+    expected = model.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False, eos_token_id=2)[0, len(ids) :]
+    assert list(ours.generate(["def add(a"], max_tokens=16)[0].token_ids) == expected.tolist()
     assert config_of(folder) == config_of(open_gguf(tmp_path / "m.gguf"))
 
 
-@pytest.mark.parametrize("family", [name for name in FURTHER if name not in ("gpt-oss", *REARRANGED)])
+# Whose config.json has settings of their own.
+UNUSUAL = ["gemma2-capped", "gemma3", "cohere2", "granite", "hunyuan", "ministral3"]
+UNUSUAL += ["olmo3", "lfm2", "exaone4", "smollm3", "stablelm"]
+
+
+@pytest.mark.parametrize("family", UNUSUAL)
 def test_transformers_computes_the_same_from_an_import(source_of, tmp_path, family):
     source, ids = source_of(family), torch.arange(5, 25)[None]
     folder = import_gguf(write(source, tmp_path / "m.gguf"), tmp_path / "out").folder
@@ -571,9 +567,8 @@ def stating(key, value, kind="UINT32"):
     ],
 )
 def test_what_a_file_leaves_to_llama_cpp(source_of, tmp_path, family, change, setting, expected):
-    config = json.loads(
-        (open_gguf(write(source_of(family), tmp_path / "m.gguf", change=change)) / "config.json").read_text()
-    )
+    folder = open_gguf(write(source_of(family), tmp_path / "m.gguf", change=change))
+    config = json.loads((folder / "config.json").read_text())
     for key in (setting,) if isinstance(setting, str) else setting:
         config = config.get(key)
     assert config == expected

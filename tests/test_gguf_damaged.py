@@ -118,18 +118,13 @@ def tiny(changes=None, **tokenizer):
     pairs = [entry(key, value) for key, value in {**METADATA, **changes}.items() if value is not None]
     random = np.random.default_rng(0)
     plan = {
-        "token_embd.weight": ((32, 9), "Q8_0"),
-        "output_norm.weight": ((32,), "F32"),
-        "blk.0.attn_norm.weight": ((32,), "F32"),
-        "blk.0.ffn_norm.weight": ((32,), "F32"),
-        "blk.0.attn_q.weight": ((32, 32), "F16"),
-        "blk.0.attn_k.weight": ((32, 16), "Q4_0"),
-        "blk.0.attn_v.weight": ((32, 16), "Q4_1"),
-        "blk.0.attn_output.weight": ((32, 32), "BF16"),
-        "blk.0.ffn_gate.weight": ((32, 32), "Q5_0"),
-        "blk.0.ffn_up.weight": ((32, 32), "F32"),
+        "token_embd.weight": ((32, 9), "Q8_0"), "output_norm.weight": ((32,), "F32"),
+        "blk.0.attn_norm.weight": ((32,), "F32"), "blk.0.ffn_norm.weight": ((32,), "F32"),
+        "blk.0.attn_q.weight": ((32, 32), "F16"), "blk.0.attn_k.weight": ((32, 16), "Q4_0"),
+        "blk.0.attn_v.weight": ((32, 16), "Q4_1"), "blk.0.attn_output.weight": ((32, 32), "BF16"),
+        "blk.0.ffn_gate.weight": ((32, 32), "Q5_0"), "blk.0.ffn_up.weight": ((32, 32), "F32"),
         "blk.0.ffn_down.weight": ((32, 32), "IQ4_NL"),
-    }
+    }  # fmt: skip
     tensors, data = [], b""
     for name, (dims, kind) in plan.items():
         number_of = gguf.GGMLQuantizationType[kind]
@@ -293,11 +288,8 @@ TOKENIZER = {
     "no scores": (tiny(model="llama"), "a score for each token"),
 }
 KINDS = {
-    CheckpointError: CHECKPOINT,
-    UnsupportedError: UNSUPPORTED,
-    ConfigError: CONFIG,
-    TokenizerError: TOKENIZER,
-}
+    CheckpointError: CHECKPOINT, UnsupportedError: UNSUPPORTED, ConfigError: CONFIG, TokenizerError: TOKENIZER,
+}  # fmt: skip
 REFUSED = {what: (kind, *case) for kind, cases in KINDS.items() for what, case in cases.items()}
 
 
@@ -325,7 +317,7 @@ def errors_of(tmp_path, data):
         yield str(error)
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     whole=st.sampled_from([TINY, SENTENCE_PIECE]),
     changes=st.lists(

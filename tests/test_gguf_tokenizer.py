@@ -211,7 +211,7 @@ def test_capitals_begin_a_word():
 
 
 @pytest.mark.parametrize("name", SPLITS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(text=st.text(max_size=60))
 def test_no_character_is_lost(name, text):
     assert "".join(cut(name, text)) == text

@@ -80,16 +80,14 @@ def said(target: LeanTarget, text: list[int], sampling: Sampling, num_prompt: in
     return int(scores.argmax())
 
 
-@pytest.mark.parametrize("sizes", [(4, 3, 3), (3, 5, 2), (2, 2, 2)])
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("penalty", [0.0, 1.5])
-def test_each_column_is_continued_as_its_own_text_would_be(sizes, temperature, penalty, target):
+@pytest.mark.parametrize(("sizes", "penalty"), [((4, 3, 3), 1.5), ((4, 3, 3), 0.0), ((3, 5, 2), 1.5), ((2, 2, 2), 0.0)])
+def test_each_column_is_continued_as_its_own_text_would_be(sizes, penalty, target):
     width, ngram, _ = sizes
     drafter = Watched(*sizes)
     decoder = Decoder(target, drafter, budget=Budget(4, 3))
     asked = {}
     for number, prompt in enumerate(PROMPTS[:2]):
-        options = {"temperature": temperature * number, "seed": 4 + number, "presence_penalty": penalty}
+        options = {"temperature": 0.7 * number, "seed": 4 + number, "presence_penalty": penalty}
         sampling = Sampling(max_tokens=16, ignore_eos=True, **options)
         decoder.admit(prompt, sampling)
         asked[id(decoder.ctx.rows[-1])] = sampling

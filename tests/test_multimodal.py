@@ -194,11 +194,8 @@ def read(folder, **changes):
 def test_a_config_that_leaves_out_defaults(tmp_path):
     config = ModelConfig.from_hf(read(tmp_path))
     assert (config.model_type, config.vocab_size, config.num_heads, config.num_kv_heads) == (
-        "gemma3_text",
-        262208,
-        8,
-        4,
-    )
+        "gemma3_text", 262208, 8, 4,
+    )  # fmt: skip
     assert (config.num_layers, config.head_dim, config.rope.factor, config.dtype) == (34, 256, 8.0, "bfloat16")
     assert (config.eos_ids, config.tie_word_embeddings) == ((1, 106), True)
 

@@ -142,13 +142,11 @@ def write(target: LeanTarget, drafter: OnlineDrafter | None, times: int) -> Stat
     return stats
 
 
-@pytest.mark.parametrize(
-    "prepack", [pytest.param(False, marks=pytest.mark.full), pytest.param(True, marks=needs_kernel)]
-)
-def test_a_head_that_starts_wrong_gets_better(prepack, folder_of):
-    target, drafter = make(folder_of("llama", head_dim=32), prepack=prepack)
+@needs_kernel
+def test_a_head_that_starts_wrong_gets_better(folder_of):
+    target, drafter = make(folder_of("llama", head_dim=32))
     learner = drafter.learner
-    assert learner.serving.runs.name == ("kernel" if prepack else "torch")
+    assert learner.serving.runs.name == "kernel"
     before = write(target, drafter, 1)
     write(target, drafter, 8)
     after = write(target, drafter, 1)
@@ -156,16 +154,6 @@ def test_a_head_that_starts_wrong_gets_better(prepack, folder_of):
     assert after.tau > before.tau + 1
     assert learner.num_updates > learner.num_handed > 2
     assert len(learner.ring) <= learner.pace.ring
-
-
-def test_without_the_engine_nothing_is_learnt(folder_of):
-    """Costs are measured on bare loops over meaningless texts; an engine calls ``learn`` before each step."""
-    target, drafter = make(folder_of("llama"), torch.float64, prepack=False)
-    decoder = Decoder(target, drafter, budget=Budget(3))
-    decoder.admit((5, 9, 7), Sampling(max_tokens=40, ignore_eos=True))
-    while decoder.num_running:
-        decoder.step()
-    assert drafter.learner.num_updates == len(drafter.learner.ring) == 0
 
 
 def test_what_is_put_down_is_what_was_said(folder_of):
@@ -304,7 +292,7 @@ def test_gradients_that_are_not_finite_change_nothing():
 
 
 def test_decoders_share_what_is_learnt(folder_of):
-    """A second one hands over its stretches when no other thread is learning."""
+    """A second one hands over its stretches when no other thread is learning; without an engine nobody learns."""
 
     def clock() -> float:
         if meanwhile:
@@ -314,16 +302,21 @@ def test_decoders_share_what_is_learnt(folder_of):
     meanwhile: list[tuple] = []
     target, drafter = make(folder_of("llama"), torch.float64, prepack=False, clock=clock)
     learner = drafter.learner
+    decoder = Decoder(target, drafter, budget=Budget(3))  # as costs are measured, on meaningless texts
+    decoder.admit((5, 9, 7), Sampling(max_tokens=20, ignore_eos=True))
+    while decoder.num_running:
+        decoder.step()
+    assert learner.num_updates == len(learner.ring) == 0
     other = OnlineDrafter(EagleDrafter(learner.serving, target), learner)
     meanwhile.append((target, other))
     assert learner.learn([], Tally(), 0.0)  # while the other one decodes
     assert learner.num_updates == 0
-    assert 0 < len(other.stretches) <= learner.pace.ring
+    assert 4 < len(other.stretches) <= learner.pace.ring  # of both texts
     other.learn()
     assert learner.num_updates == 1
     assert other.stretches == []
-    write(target, other, 10)
-    assert write(target, drafter, 1).tau > 1.5
+    write(target, drafter, 1)
+    assert learner.num_updates > 2
 
 
 # --- as an option of a head ------------------------------------------------------------------------------------------
@@ -341,7 +334,7 @@ def pair(tmp_path_factory) -> tuple[Path, Path]:
     return folder, head
 
 
-@pytest.mark.parametrize("model", [{}, {"dtype": "bfloat16"}, *([{"quantize": "int8"}] if can_int8() else [])])
+@pytest.mark.parametrize("model", [{"dtype": "bfloat16"}, {"quantize": "int8"} if can_int8() else {}])
 def test_an_option_turns_it_on(model, pair):
     folder, head = pair
     plain = load(folder, "none", **model)
@@ -352,21 +345,21 @@ def test_an_option_turns_it_on(model, pair):
     assert one.learner is other.learner
     assert (one.learner.pace.share, one.learner.pace.lr) == (0.5, 1e-2)
     sampling = {"max_tokens": 40, "ignore_eos": True, "temperature": 0.7, "seed": 3}
-    for _ in range(4):
+    for _ in range(3):
         assert lm.generate("def add", **sampling)[0].token_ids == plain.generate("def add", **sampling)[0].token_ids
     assert one.learner.num_updates > 0
 
 
-def test_it_is_off_unless_asked_for(pair):
+def test_it_is_off_unless_requested(pair):
     folder, head = pair
     assert not load(folder, head).drafter.learns
-    assert not load(folder, head, draft_options={"online": False}).drafter.learns
-    for value in (0.0, 1.5, -1, "yes", None):
-        with refused(ConfigError, "online must be above 0 and at most 1", str(value), "give True, False, or the share"):
-            load(folder, head, draft_options={"online": value})
-    with refused(ConfigError, "online_lr must be above 0 and at most 1", "2"):
-        load(folder, head, draft_options={"online": True, "online_lr": 2})
-    with refused(ConfigError, "online_lr goes with online"):
-        load(folder, head, draft_options={"online_lr": 1e-3})
+    for options, *says in (
+        ({"online": 0.0}, "online must be above 0 and at most 1", "give True, False, or the share"),
+        ({"online": "yes"}, "online must be above 0 and at most 1", "yes"),
+        ({"online": True, "online_lr": 2}, "online_lr must be above 0 and at most 1", "2"),
+        ({"online_lr": 1e-3}, "online_lr goes with online"),
+    ):
+        with refused(ConfigError, *says):
+            load(folder, head, draft_options=options)
     assert {name for name in METHODS if "online" in get_method(name).options} >= {"eagle1", "eagle3"}
     assert "online" not in get_method("lookup").options

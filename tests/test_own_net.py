@@ -98,7 +98,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(folder, tmp_path_factory):
     """A short training, through the ordinary session: where it is, and the losses."""
-    return short_run(folder, tmp_path_factory.mktemp("run"), "two-linear")
+    return short_run(folder, tmp_path_factory.mktemp("run"), "two-linear", iterations=12)
 
 
 def test_it_trains(run):
@@ -139,13 +139,12 @@ def drafters(run, folder):
 
 
 @needs_kernel
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("budget", BUDGETS[:2], ids=str)
-def test_it_drafts_the_same_trees_in_the_kernel_and_in_torch(run, folder, budget, temperature):
+def test_it_drafts_the_same_trees_in_the_kernel_and_in_torch(run, folder, budget):
     found = []
     for drafter, target in drafters(run, folder):
         decoder = Decoder(target, drafter, budget=budget)
-        requests = [Sampling(temperature=temperature, seed=row, max_tokens=40, ignore_eos=True) for row in range(3)]
+        requests = [Sampling(float(row > 0), seed=row, max_tokens=40, ignore_eos=True) for row in range(3)]
         for prompt, sampling in zip(PROMPTS, requests, strict=True):
             decoder.admit(Tokenizer(folder).encode(prompt), sampling)
         for _ in range(3):
@@ -170,12 +169,12 @@ def paths(tree, row):
     return {path: chances[node] for node, path in found.items()}
 
 
-@pytest.mark.parametrize(("engine", "temperature"), [("lean", 0.0), ("lean", 1.0), ("transformers", 1.0)])
-def test_the_text_is_the_targets(run, folder, engine, temperature):
-    options = {"temperature": temperature, "seed": 3, "max_tokens": 24, "ignore_eos": True}
-    plain = load(folder, "none", engine=engine).generate(PROMPTS, **options)
+@pytest.mark.parametrize("engine", ["lean", "transformers"])
+def test_the_text_is_the_targets(run, folder, engine):
+    sampling = [Sampling(float(row > 0), seed=3, max_tokens=24, ignore_eos=True) for row in range(3)]
+    plain = load(folder, "none", engine=engine).generate(PROMPTS, sampling)
     for budget in BUDGETS:
-        found = load(folder, run[0] / "head", engine=engine, budget=budget).generate(PROMPTS, **options)
+        found = load(folder, run[0] / "head", engine=engine, budget=budget).generate(PROMPTS, sampling)
         assert [each.token_ids for each in found] == [each.token_ids for each in plain]
         if budget is not None:
             assert all(each.stats.num_drafted for each in found)

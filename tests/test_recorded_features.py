@@ -128,7 +128,7 @@ def check_states(target, ids, found):
     assert not found[-1].any()
 
 
-@pytest.mark.parametrize("draft", ["none", "lookup", "eagle"])
+@pytest.mark.parametrize("draft", ["lookup", "eagle"])
 def test_states_are_those_of_the_whole_text(draft, lm, target, tasks, whole, tmp_path):
     out, folder = tmp_path / "out.jsonl", tmp_path / "features"
     done = answer(tasks, lm(draft), out, cache_of(folder, target, shard_bytes=10**9))

@@ -161,8 +161,7 @@ def answers_of(lm, task, sampling):
     return own, messages
 
 
-@pytest.mark.parametrize("kind", ["chat_lm", "lm"])
-@pytest.mark.parametrize("sampling", [SAMPLED, STOPPED], ids=["sampled", "stop-string"])
+@pytest.mark.parametrize(("kind", "sampling"), [("chat_lm", SAMPLED), ("lm", STOPPED)], ids=["chat", "stop-string"])
 def test_every_user_turn_is_answered_in_the_models_own_words(kind, sampling, dialogues, tmp_path, request):
     lm = request.getfixturevalue(kind)
     tasks = read_tasks([dialogues])
@@ -389,13 +388,9 @@ def test_dialogues_of_a_server(server, dialogues, tmp_path):
     path, headers, body = server.requests[1]
     assert (path, headers["Authorization"]) == ("/v1/chat/completions", "Bearer secret")
     assert body == {
-        "model": "tiny",
-        "messages": first["messages"][:4],
-        "temperature": 0.9,
-        "top_p": 0.95,
-        "max_tokens": 12,
+        "model": "tiny", "messages": first["messages"][:4], "temperature": 0.9, "top_p": 0.95, "max_tokens": 12,
         "seed": seed_of(5, tasks[0].id) & 0x7FFFFFFF,
-    }
+    }  # fmt: skip
     assert all("assistant" not in json.dumps(request[2]["messages"][:2]) for request in server.requests)
 
 

@@ -282,11 +282,11 @@ def test_comparisons_do_not_draft_from_the_last_round(target):
 
 
 def test_threads_that_share_a_memory_write_the_plain_texts(target):
-    model, prompts = lm(target, "suffix"), [PROMPT, "for row in rows:", "class Table:"]
+    model, prompts = lm(target, "suffix"), [PROMPT, "for row in rows:"]
     plain = [text.token_ids for text in lm(target, "none").generate(prompts, **WANTED)]
     with ThreadPoolExecutor(3) as pool:
-        runs = [pool.submit(model.generate, prompts, max_batch=2, **WANTED) for _ in range(6)]
-    assert [[text.token_ids for text in run.result()] for run in runs] == [plain] * 6
+        runs = [pool.submit(model.generate, prompts, **WANTED) for _ in range(4)]
+    assert [[text.token_ids for text in run.result()] for run in runs] == [plain] * 4
     assert model.generate(prompts, **WANTED)[0].tau > 4
 
 

@@ -6,8 +6,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,33 +20,13 @@ from typer.testing import CliRunner
 
 from conftest import check_engine, refused
 from draftwing.cli.main import app as cli
+from draftwing.engine import Engine
 from draftwing.errors import ConfigError
+from draftwing.serve import app as serve_app
 from draftwing.serve.app import ConnectionLimits, GracefulServer, Settings, bind, make_app
 from serving import HTTP, PATIENT, chat_folder, load, question
 
-LONG = {"prompt": "def add(a, b):", "max_tokens": 700, "temperature": 0, "ignore_eos": True, "stream": True}
-
-# The command line, with an engine that pauses after a step while the file named by HOLD exists, and chats that are not
-# parsed while the file named by HOLD_CHATS does.
-HELD = """
-import os, time
-from draftwing.cli.main import main
-from draftwing.engine import Engine
-from draftwing.serve import app
-steps, parse = Engine.steps, app.parse_chat
-def wait(name):
-    while os.path.exists(os.environ[name]):
-        time.sleep(0.01)
-def held(self):
-    for step in steps(self):
-        yield step
-        wait("HOLD")
-def parse_later(*args):
-    wait("HOLD_CHATS")
-    return parse(*args)
-Engine.steps, app.parse_chat = held, parse_later
-main()
-"""
+LONG = {"prompt": "def add(a, b):", "max_tokens": 150, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
 def free_port():
@@ -59,7 +37,7 @@ def free_port():
 
 def until(condition):
     """Wait until a condition is true, and return its value."""
-    for _ in range(30_000):
+    for _ in range(6_000):
         with suppress(httpx.TransportError):
             if found := condition():
                 return found
@@ -125,7 +103,7 @@ def test_who_does_not_read_holds_nobody_up_and_others_are_told_to_wait(served, p
     url, worker = served
     lazy = socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])))
     lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    body = json.dumps({**LONG, "speculation": {"draft": "none"}, "logprobs": 5}).encode()
+    body = json.dumps({**LONG, "max_tokens": 700, "speculation": {"draft": "none"}, "logprobs": 5}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
     lazy.sendall(head.encode() + b"\r\n\r\n" + body)
     until(lambda: worker.num_open == 1)
@@ -141,91 +119,75 @@ def test_who_does_not_read_holds_nobody_up_and_others_are_told_to_wait(served, p
     until(lambda: worker.num_open == 0)
 
 
-@contextmanager
-def command(folder, tmp_path, *options):
-    """A server in a process: the process, its address, its headers, and the files that hold it up."""
-    port, holds = free_port(), [tmp_path / name for name in ("hold", "hold-chats")]
-    args = ["serve", "--target", folder, "--draft", "lookup", "--tree", "chain:2", "--port", port, "--name", "tiny"]
-    env = {"DRAFTWING_API_KEY": "secret", "OMP_NUM_THREADS": "1", "HOLD": str(holds[0]), "HOLD_CHATS": str(holds[1])}
-    process = subprocess.Popen(
-        [sys.executable, "-c", HELD, *map(str, (*args, *options))],
-        env={**os.environ, **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        until(lambda: process.poll() is not None or is_up(url))
-        yield process, url, {"authorization": "Bearer secret"}, *holds
-    finally:
-        process.kill()
-        output = process.communicate()[0]
-    assert f"tiny at {url}/v1" in output
-    assert "Traceback" not in output
-
-
-def is_closed(url):
-    try:
-        HTTP.get(f"{url}/health")
-    except httpx.TransportError:
-        return True
-    return False
-
-
 def is_draining(url):
     answer = HTTP.get(f"{url}/health")
     return answer.status_code == 503 and answer.json()["status"] == "draining"
 
 
-def test_sigterm_finishes_what_is_here_and_refuses_what_is_new(folder, tmp_path):
+def test_sigterm_finishes_what_is_here_and_refuses_what_is_new(folder, monkeypatch):
     """A text that is written, three chats that are being parsed, and one whose body has arrived in part."""
-    with command(folder, tmp_path) as (process, url, keys, hold, hold_chats), ThreadPoolExecutor(4) as pool:
-        hold.touch()
-        hold_chats.touch()
+    text_goes_on, chats_go_on, body_goes_on = (threading.Event() for _ in range(3))
+    steps, parse, port = Engine.steps, serve_app.parse_chat, free_port()
+    url, keys = f"http://127.0.0.1:{port}", {"authorization": "Bearer secret"}
+
+    def held(engine):
+        for step in steps(engine):
+            yield step
+            assert text_goes_on.wait(PATIENT)
+
+    def parse_later(*args):
+        assert chats_go_on.wait(PATIENT)
+        return parse(*args)
+
+    def pieces(body):
+        yield body[:9]
+        assert body_goes_on.wait(PATIENT)
+        yield body[9:]
+
+    def post(content):
+        headers = {**keys, "content-type": "application/json"}
+        return HTTP.post(f"{url}/v1/chat/completions", content=content, headers=headers)
+
+    def work(pool):
+        until(lambda: is_up(url))
         assert HTTP.get(f"{url}/v1/models").status_code == 401
         body = json.dumps({"messages": question("x"), "max_tokens": 2, "ignore_eos": True}).encode()
-        go_on = threading.Event()
-
-        def pieces():
-            yield body[:9]
-            assert go_on.wait(PATIENT)
-            yield body[9:]
-
-        def post(content):
-            headers = {**keys, "content-type": "application/json"}
-            return HTTP.post(f"{url}/v1/chat/completions", content=content, headers=headers)
-
         with HTTP.stream("POST", f"{url}/v1/completions", json=LONG, headers=keys) as answer:
             lines = answer.iter_lines()
             next(lines)
-            answers = [pool.submit(post, content) for content in (body, body, body, pieces())]
+            answers = [pool.submit(post, content) for content in (body, body, body, pieces(body))]
             until(lambda: HTTP.get(f"{url}/health").json()["open_requests"] == 5)
-            process.send_signal(signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
             until(lambda: is_draining(url))
             assert post(body).status_code == 503
-            go_on.set()
-            hold_chats.unlink()
-            hold.unlink()
+            for event in (body_goes_on, chats_go_on, text_goes_on):
+                event.set()
             events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         assert events[-1]["choices"][0]["finish_reason"] == "length"
-        for answer in answers:
-            assert answer.result().json()["usage"]["completion_tokens"] == 2
-        assert process.wait(PATIENT) == 0
+        assert [answer.result().json()["usage"]["completion_tokens"] for answer in answers] == [2] * 4
 
+    def work_and_stop(pool):
+        try:
+            work(pool)
+        except BaseException:
+            os.kill(os.getpid(), signal.SIGTERM)  # the second one stops it at once
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise
 
-def test_patience_ends(folder, tmp_path):
-    with command(folder, tmp_path, "--patience", "0") as (process, url, keys, hold, _):
-        hold.touch()
-        with HTTP.stream("POST", f"{url}/v1/completions", json=LONG, headers=keys) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            process.send_signal(signal.SIGTERM)
-            until(lambda: is_closed(url))
-            hold.unlink()
-            last = [line for line in lines if line][-2:]
-        assert "the server shut down during the answer" in last[0]
-        assert process.wait(PATIENT) == 0
+    monkeypatch.setattr(Engine, "steps", held)
+    monkeypatch.setattr(serve_app, "parse_chat", parse_later)
+    monkeypatch.setenv("DRAFTWING_API_KEY", "secret")
+    args = ["serve", "--target", folder, "--draft", "lookup", "--tree", "chain:2", "--port", port, "--name", "tiny"]
+    before = signal.signal(signal.SIGTERM, lambda *_: None)  # which uvicorn raises again once it has ended
+    try:
+        with ThreadPoolExecutor(5) as pool:
+            worked = pool.submit(work_and_stop, pool)
+            result = CliRunner().invoke(cli, list(map(str, args)))
+            worked.result()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert result.exit_code == 0, result.output
+    assert f"tiny at {url}/v1" in result.output
 
 
 # --- addresses and connections ---------------------------------------------------------------------------------------
@@ -316,18 +278,40 @@ def test_addresses_that_the_machine_does_not_use_are_left_out(monkeypatch):
 
 
 @contextmanager
-def limited(folder, **limits):
-    """The address of a server with such limits, which runs in a thread."""
+def graceful(folder, patience=30.0, **limits):
+    """A server with such limits, which runs in a thread, and its address."""
     (bound,) = bind("127.0.0.1", 0)
     app = make_app(load(folder), Settings(names=("tiny",), max_batch=1, max_waiting=0))
-    server = GracefulServer(app, limits=ConnectionLimits(**limits), log_level="warning")
+    server = GracefulServer(app, patience=patience, limits=ConnectionLimits(**limits), log_level="warning")
     thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
     thread.start()
     address = bound.getsockname()
     until(lambda: is_up(f"http://127.0.0.1:{address[1]}"))
-    yield address
+    yield server, address
     server.should_exit = True
-    thread.join(20)
+    thread.join(PATIENT)
+    assert not thread.is_alive()
+
+
+def test_patience_ends(folder, monkeypatch):
+    """What is unfinished then is told so, and the server ends by itself."""
+    steps, may_go_on = Engine.steps, threading.Event()
+
+    def held(engine):
+        for step in steps(engine):
+            yield step
+            assert may_go_on.wait(PATIENT)
+
+    monkeypatch.setattr(Engine, "steps", held)
+    with graceful(folder, patience=0.0) as (server, address):
+        with HTTP.stream("POST", f"http://127.0.0.1:{address[1]}/v1/completions", json=LONG) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.handle_exit(signal.SIGTERM, None)
+            until(lambda: server.should_exit)
+            may_go_on.set()
+            last = [line for line in lines if line][-2:]
+        assert "the server shut down during the answer" in last[0]
 
 
 def half_sent(address, text=b"GET /health HTTP/1.1\r\nhost: x\r\nx-more: "):
@@ -346,7 +330,7 @@ def rest_of(connection):
 
 
 def test_half_sent_headers_do_not_keep_others_out(folder):
-    with limited(folder, max_connections=4) as address:
+    with graceful(folder, max_connections=4) as (_, address):
         lazy = [half_sent(address) for _ in range(12)]
         for _ in range(3):
             assert is_up(f"http://127.0.0.1:{address[1]}")
@@ -360,5 +344,5 @@ def test_half_sent_headers_do_not_keep_others_out(folder):
 @pytest.mark.parametrize("text", [b"", b"GET /health", b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /health HT"])
 def test_headers_must_come_in_time(folder, text):
     """Those of a second request on the same connection too."""
-    with limited(folder, header_timeout=0.05) as address, half_sent(address, text) as lazy:
+    with graceful(folder, header_timeout=0.05) as (_, address), half_sent(address, text) as lazy:
         assert rest_of(lazy).count(b"HTTP/1.1 200") == text.count(b"\r\n\r\n")

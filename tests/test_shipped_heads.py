@@ -29,18 +29,10 @@ from gguf_files import write
 MB = 1e6
 # SmolLM2-135M: the shape for which heads are shipped.
 SMOL = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "rope_theta": 100000.0,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-}
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 49152, "hidden_size": 576,
+    "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+    "rope_theta": 100000.0, "max_position_embeddings": 8192, "tie_word_embeddings": True,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -72,12 +72,6 @@ def equal(one, other):
     return len(one) == len(other) and all(torch.equal(a.ids, b.ids) for a, b in zip(one, other, strict=True))
 
 
-def starts_of(rows, target):
-    """The texts that rows begin, such as ``a 17``."""
-    decode = Tokenizer(target).decode
-    return [decode(list(row), skip_special_tokens=True).partition(" def")[0] for row in rows]
-
-
 def test_every_record_is_read_once_an_epoch(stream, lines, target):
     batches = stream(lines, characters=500)
     ids = read_examples([lines], Tokenizer(target), max_length=LENGTH).stream.tolist()
@@ -103,7 +97,7 @@ def test_batches_are_functions_of_their_numbers(stream, lines):
     assert not equal(read, [stream(lines, seed=1).batch(number) for number in range(30)])
 
 
-@pytest.mark.parametrize("stop", [1, 9, 17, 26])
+@pytest.mark.parametrize("stop", [1, 17])
 def test_a_resumed_stream_reads_the_same(stop, stream, lines):
     batches = stream(lines)
     read = [batches.batch(number) for number in range(30)]
@@ -206,7 +200,7 @@ def test_parquet_files_are_read(tables):
     assert [task.where for task in read_tasks([file], limit=2)] == [f"{file}, record 1", f"{file}, record 2"]
 
 
-@pytest.mark.parametrize("stop", [2, 20, 33])
+@pytest.mark.parametrize("stop", [2, 33])
 def test_a_resumed_data_set_reads_the_same(stop, stream, tables, lines):
     batches = stream(tables, lines)
     read = [batches.batch(number) for number in range(40)]

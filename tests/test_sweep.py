@@ -71,16 +71,9 @@ def test_the_second_baseline_shows_noise_and_is_no_fixed_tree():
 def test_a_row_of_the_table():
     good = entry([100], [190], chain_5=[200])
     assert script.row(good) == [
-        "code T=0",
-        "100.0",
-        "1.900 [green]pass[/green]",
-        "",
-        "2.00",
-        "0.95",
-        "chain:5 2.00x",
-        "0.950 [green]pass[/green]",
-        "12 of 12",
-    ]
+        "code T=0", "100.0", "1.900 [green]pass[/green]", "", "2.00", "0.95", "chain:5 2.00x",
+        "0.950 [green]pass[/green]", "12 of 12",
+    ]  # fmt: skip
     bad = entry([100], [90], chain_5=[200], temperature=1.0)
     bad["candidates"]["auto"]["num_identical"] = 3
     cells = script.row(bad)

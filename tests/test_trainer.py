@@ -147,20 +147,17 @@ def unbroken(folder_of, tmp_path_factory) -> Path:
 
 RUNS = {
     "adamw": {"method": "eagle3", "draft_vocab_size": 30},
-    "muon": {"method": "eagle3", "optimizer": "muon", "unroll_steps": 2},
     "noise-accumulation": {"method": "eagle1", "accumulation": 2},
     "muon-thin": {"method": "hass", "optimizer": "muon", "later_share": 0.5},
 }
 
 
-@pytest.mark.parametrize(
-    ("run", "stops"), [*((run, (3, 7)) for run in RUNS), ("adamw", (1,)), ("adamw", (4,))], ids=str
-)
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(run, stops, folder, tmp_path):
-    """Wherever it was stopped: between two checkpoints, on one, and more than once."""
+@pytest.mark.parametrize("run", RUNS)
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(run, folder, tmp_path):
+    """Wherever it was stopped: before the first checkpoint, on one, after one, more than once."""
     options = {**RUNS[run], "evaluate": measure, "eval_every": 2, "iterations": 8}
     whole = make(folder, tmp_path / "unbroken", **options).run()
-    for stop in stops:
+    for stop in (1, 3, 7) if run == "adamw" else (4,):
         progress = stop_at(make(folder, tmp_path / "stopped", **options), stop).run()
         assert progress.iteration == stop == read_checkpoint(tmp_path / "stopped")["iteration"]
     resumed = make(folder, tmp_path / "stopped", **options).run()
@@ -227,13 +224,11 @@ OTHER = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "value"), OTHER.items())
-def test_other_options_are_another_run(name, value, folder, finished):
+def test_other_options_are_another_run(folder, finished):
     before = (finished / CHECKPOINT).read_bytes()
-    with pytest.raises(
-        ConfigError, match=rf"holds a run with {name} .*, and this one has {value!r}: choose another --out"
-    ):
-        make(folder, finished, **{"iterations": 2, name: value}).run()
+    for name, value in OTHER.items():
+        with refused(ConfigError, f"holds a run with {name} ", f", and this one has {value!r}: choose another --out"):
+            make(folder, finished, **{"iterations": 2, name: value}).run()
     assert (finished / CHECKPOINT).read_bytes() == before
 
 
@@ -302,12 +297,8 @@ def free_port() -> str:
 
 
 SHARED = {
-    "method": "eagle3",
-    "unroll_steps": 2,
-    "draft_vocab_size": 30,
-    "accumulation": 2,
-    "save_every": 100,
-}
+    "method": "eagle3", "unroll_steps": 2, "draft_vocab_size": 30, "accumulation": 2, "save_every": 100,
+}  # fmt: skip
 # Random numbers belong to the rows of a batch, so they do not depend on the number of processes.
 DRAWN = {"method": "eagle1", "unroll_steps": 2, "later_share": 0.5, "accumulation": 2}
 
@@ -388,8 +379,7 @@ class Changed:
         return self._change(found) if number == self._number else found
 
 
-@pytest.mark.parametrize("method", ["eagle1", "eagle3"])
-def test_a_loss_that_is_not_finite_ends_the_run(method, folder, tmp_path):
+def test_a_loss_that_is_not_finite_ends_the_run(folder, unbroken, tmp_path):
     """The last checkpoint is left, and with data that is sound the run goes on from there."""
 
     def spoiled(found: FeatureBatch) -> FeatureBatch:
@@ -397,8 +387,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(method, folder, tmp_path):
         features[0, 0, 3] = float("nan")
         return replace(found, features=features)
 
-    make(folder, tmp_path / "sound", method=method).run()
-    trainer = make(folder, tmp_path / "spoiled", method=method)
+    trainer = make(folder, tmp_path / "spoiled")
     trainer.source = Changed(trainer.source, 4, spoiled)
     with pytest.raises(
         NumericsError, match=r"the loss is nan at iteration 5: lower --lr, or .* checkpoint in .* is whole"
@@ -407,15 +396,15 @@ def test_a_loss_that_is_not_finite_ends_the_run(method, folder, tmp_path):
     state = read_checkpoint(tmp_path / "spoiled")
     assert state["iteration"] == 3
     assert all(tensor.isfinite().all() for tensor in state["net"].values())
-    make(folder, tmp_path / "spoiled", method=method).run()
-    assert_same_run(tmp_path / "spoiled", tmp_path / "sound")
+    make(folder, tmp_path / "spoiled").run()
+    assert_same_run(tmp_path / "spoiled", unbroken)
 
 
 def no_space(*_, **__):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("how", ["save", "replace", "device"])
+@pytest.mark.parametrize("how", ["replace", "device"])
 def test_a_full_disk_leaves_the_older_checkpoint(how, folder, unbroken, tmp_path, monkeypatch):
     out = tmp_path / "full"
     stop_at(make(folder, out), 3).run()
@@ -424,8 +413,6 @@ def test_a_full_disk_leaves_the_older_checkpoint(how, folder, unbroken, tmp_path
     with monkeypatch.context() as patch:
         if how == "device":
             (out / (CHECKPOINT + ".partial")).symlink_to("/dev/full")
-        elif how == "save":
-            patch.setattr(torch, "save", no_space)
         else:
             replace_file = os.replace
             patch.setattr(os, "replace", lambda a, b: (no_space if b.name == CHECKPOINT else replace_file)(a, b))
@@ -456,33 +443,23 @@ def smaller_moments(state):
     moments[0]["exp_avg"] = torch.zeros(3)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda state: state.pop("net"),
-        lambda state: state.update(net={}),
-        lambda state: state.update(net=5),
-        lambda state: state.update(options=[1]),
-        lambda state: state.update(iteration="3"),
-        lambda state: state.update(iteration=-1),
-        lambda state: state.update(seconds=float("nan")),
-        lambda state: state.update(replanned=10**9),
-        lambda state: state.update(calibration={"other": 3}),
-        lambda state: state.update(optimizers=[]),
-        lambda state: state.update(optimizers=[5]),
-        smaller_moments,
-    ],
-)
-def test_checkpoints_of_something_else(damage, finished, folder, tmp_path):
-    shutil.copytree(finished, tmp_path / "run")
-    state = read_checkpoint(tmp_path / "run")
-    damage(state)
-    torch.save(state, tmp_path / "run" / CHECKPOINT)
-    with pytest.raises(CheckpointError, match=r"choose another --out|found"):
-        make(folder, tmp_path / "run", iterations=2).run()
+DAMAGES = [
+    lambda state: state.pop("net"), lambda state: state.update(net={}), lambda state: state.update(net=5),
+    lambda state: state.update(options=[1]), lambda state: state.update(iteration="3"),
+    lambda state: state.update(iteration=-1), lambda state: state.update(seconds=float("nan")),
+    lambda state: state.update(replanned=10**9), lambda state: state.update(calibration={"other": 3}),
+    lambda state: state.update(optimizers=[]), lambda state: state.update(optimizers=[5]), smaller_moments,
+]  # fmt: skip
 
 
-def test_checkpoints_that_are_no_dict_or_no_file(folder, tmp_path):
+def test_checkpoints_of_something_else(finished, folder, tmp_path):
+    run = shutil.copytree(finished, tmp_path / "run")
+    for damage in DAMAGES:
+        state = read_checkpoint(finished)
+        damage(state)
+        torch.save(state, run / CHECKPOINT)
+        with pytest.raises(CheckpointError, match=r"choose another --out|found"):
+            make(folder, run, iterations=2).run()
     torch.save([1], tmp_path / CHECKPOINT)
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         make(folder, tmp_path).run()
@@ -517,8 +494,8 @@ class Toy:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_the_loss_falls_on_what_can_be_learnt(optimizer, folder, tmp_path):
-    options = {"optimizer": optimizer, "lr": {"adamw": 1e-2, "muon": 5e-3}[optimizer], "unroll_steps": 2}
-    make(folder, tmp_path, source=Toy(folder, 3), iterations=90, save_every=90, **options).run()
+    options = {"optimizer": optimizer, "lr": {"adamw": 2e-2, "muon": 1e-2}[optimizer], "unroll_steps": 1}
+    make(folder, tmp_path, source=Toy(folder, 3), iterations=40, save_every=40, **options).run()
     lines = metrics_of(tmp_path)
     assert lines[0]["loss"] > 4.0
     assert np.mean([line["loss"] for line in lines[-5:]]) < 0.3 * lines[0]["loss"]

@@ -27,22 +27,15 @@ VARIANTS = {
     "eagle1": (1, {}),
     "eagle1-bias": (1, {"fc_bias": True}),
     "eagle1-gelu": (1, {"activation": "gelu"}),
-    "eagle1-heads": (1, {"num_kv_heads": 4}),
     "eagle3": (3, {}),
     "eagle3-one-kv-head": (3, {"num_kv_heads": 1}),
     "eagle3-wide": (3, {"head_dim": 8, "rotary_dim": 4}),
     "eagle3-two-taps": (3, {"taps": (1, 2)}),
     "eagle3-norm-output": (3, {"norm_output": True}),
-    "eagle3-fc-norm": (3, {"fc_norm": True}),
-    "eagle3-before-fc": (3, {"norm_before_fc": True}),
     "eagle3-residual": (3, {"norm_before_residual": True}),
-    "eagle3-all-norms": (
-        3,
-        {"norm_output": True, "fc_norm": True, "norm_before_fc": True, "norm_before_residual": True},
-    ),
+    "eagle3-all-norms": (3, dict.fromkeys(("norm_output", "fc_norm", "norm_before_fc", "norm_before_residual"), True)),
     "eagle1-layers": (1, {"num_layers": 2, "qkv_bias": True}),
-    "eagle3-layers": (3, {"num_layers": 3, "norm_before_residual": True}),
-    "eagle3-qkv-bias": (3, {"qkv_bias": True}),
+    "eagle3-layers": (3, {"num_layers": 2, "norm_before_residual": True, "qkv_bias": True}),
     "eagle3-narrow": (3, {"target_hidden_size": 20, "own_embedding": True, "fc_norm": True, "norm_before_fc": True}),
     **{
         f"eagle{version}-{inputs}": (version, {"inputs": inputs})
@@ -294,15 +287,12 @@ class Watched(EagleDrafter):
 
 HEADS = {
     "eagle1": (1, {}, Budget(4)),
-    "eagle1-unshifted": (1, {"inputs": "feature-unshifted"}, Budget(4)),
     "eagle1-tree": (1, {"fc_bias": True}, Budget(paths=((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)))),
     "eagle3": (3, {}, Budget(4)),
-    "eagle3-token": (3, {"inputs": "token"}, Budget(3)),
     "eagle3-unshifted-tree": (3, {"inputs": "feature-unshifted"}, Budget(3, 3, 6)),
     "eagle3-few-tokens": (3, {"draft_vocab_size": 20, "norm_before_fc": True}, Budget(3, 3, 6)),
     "eagle3.1-tree": (3, {"fc_norm": True, "norm_output": True}, Budget(3, 2)),
     "eagle1-layers": (1, {"num_layers": 2, "qkv_bias": True}, Budget(3, 3, 6)),
-    "eagle3-layers": (3, {"num_layers": 2, "qkv_bias": True}, Budget(4)),
 }
 
 
@@ -323,11 +313,11 @@ def test_the_drafter_sees_the_numbers_of_the_unroll(head, folder_of):
     for number, prompt in enumerate(prompts):
         if number == 2:
             decoder.step()
-        decoder.admit(prompt, Sampling(max_tokens=5 + number, temperature=0.7 * number, seed=number, ignore_eos=True))
+        decoder.admit(prompt, Sampling(max_tokens=4 + number, temperature=0.7 * number, seed=number, ignore_eos=True))
     while decoder.num_running:
         decoder.step()
     texts = {text for text, _ in drafter.runner.heard}
-    assert len(texts) >= 8
+    assert len(texts) >= 7
     assert {len(path) for _, path in drafter.runner.heard} == set(range(budget.depth))
     for (text, path), logits in drafter.runner.heard.items():
         whole = torch.tensor([[*text, *path, 0]])  # the last one is what the entry guesses
