@@ -137,6 +137,21 @@ def test_an_interrupt_loses_nothing(at, target, texts):
     assert last.stats.num_drafted  # the drafter is back
 
 
+def test_a_text_that_was_passed_over_is_drafted_for_after_an_interrupt(target):
+    """Its rows are made again, now with a drafter."""
+    own, planner = engine_of(target, [])
+    _, second, *_ = submit_all(own)
+    while not second.token_ids:
+        own.step()
+    budgets, at = planner.budgets, 1
+    while not own.decoder.generation:
+        interrupt_at(at, own.step, {decode.__file__})
+        at += 8
+    assert second.finish_reason is None
+    own.step()
+    assert planner.budgets > budgets
+
+
 @pytest.mark.parametrize(
     ("wishes", "asked"),
     [
