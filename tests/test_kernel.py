@@ -296,7 +296,7 @@ def test_a_walk_finds_what_python_finds(vocab):
     """Ties, equal siblings, unused nodes, tokens that are banned, whole rows that are."""
     rng, longest = random.Random(vocab), 0
     native, python = batches(vocab, KeyedNoise(vocab))
-    for turn in range(150):
+    for turn in range(60):
         tree = random_trees(rng, 4, vocab, distinct=turn % 3 == 0)
         scores = torch.randn(4, tree.num_nodes, vocab, generator=torch.Generator().manual_seed(turn))
         scores[..., :2] += 3  # which are drafted
@@ -353,7 +353,7 @@ def test_filters_on_the_way_are_those_of_whole_scores(vocab, sharpness):
         SamplingBatch(FILTERED, each) for each in (NativeNoise(kernel, vocab, capacity=2), KeyedNoise(vocab))
     )
     rows, masked = len(FILTERED), 0
-    for turn in range(40):
+    for turn in range(20):
         tree, generator = random_trees(rng, rows, vocab), torch.Generator().manual_seed(turn)
         logits = sharpness * torch.randn(rows, tree.num_nodes, vocab, generator=generator)
         logits[..., :2] += sharpness
