@@ -119,7 +119,7 @@ def test_a_prompt_that_is_refused_leaves_the_drafter_in_place(target, monkeypatc
     assert read == [PROMPTS[0]]
 
 
-@pytest.mark.parametrize("at", range(1, 130, 5))
+@pytest.mark.parametrize("at", range(1, 130, 8))
 def test_an_interrupt_loses_nothing(at, target, texts):
     """In a text that is passed over, where it begins, and where it ends."""
     own, _ = engine_of(target, [])

@@ -312,7 +312,7 @@ def chi_square(found: Counter, wanted: dict) -> float:
 @pytest.mark.parametrize("children", ["sampled", "distinct"])
 def test_the_distribution_of_drawn_children(children):
     """Over many seeds: the first child is drawn from q; the second too, or from q without the first."""
-    distribution, num, vocab = random_distribution(4, vocab=5, scale=0.7), 1200, 5
+    distribution, num, vocab = random_distribution(4, vocab=5, scale=0.7), 1500, 5
     requests = [Sampling(temperature=1.0, seed=seed) for seed in range(num)]
     prompts = [PROMPTS[0]] * num
     paths = ((0,), (1,), (0, 0), (1, 0))

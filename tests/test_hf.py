@@ -87,6 +87,17 @@ def drafts(folder_of, tmp_path_factory):
     return get
 
 
+@pytest.fixture(scope="module")
+def drafting(drafts):
+    """A draft model, made ready once: a call examines its model and loads the draft the first time."""
+    return draftwing.custom_generate(drafts("llama")["causal-lm"], budget=FIXED)
+
+
+@pytest.fixture(scope="module")
+def lookup():
+    return draftwing.custom_generate("lookup")
+
+
 def assert_same(model, fast, given=ALONE, **settings):
     """With and without: the same tokens. Returns them."""
     settings = {"max_new_tokens": NEW, **settings}
@@ -196,17 +207,16 @@ def test_a_callable_makes_the_drafter(model):
     ],
     ids=lambda settings: "-".join(settings),
 )
-def test_settings_are_followed(model, drafts, settings):
+def test_settings_are_followed(model, drafting, settings):
     if "max_length" in settings or "generation_config" in settings:
         settings = {"max_new_tokens": None, **settings}
-    assert_same(model, draftwing.custom_generate(drafts("llama")["causal-lm"], budget=FIXED), inputs(), **settings)
+    assert_same(model, drafting, inputs(), **settings)
 
 
-def test_arguments_that_change_nothing(model):
-    fast = draftwing.custom_generate("lookup")
-    assert_same(model, fast, {"input_ids": inputs()["input_ids"]})  # the mask is inferred from the padding
-    assert_same(model, fast, max_new_tokens=None)
-    assert_same(model, fast, output_scores=True, output_hidden_states=True)  # which are not returned
+def test_arguments_that_change_nothing(model, lookup):
+    assert_same(model, lookup, {"input_ids": inputs()["input_ids"]})  # the mask is inferred from the padding
+    assert_same(model, lookup, max_new_tokens=None)
+    assert_same(model, lookup, output_scores=True, output_hidden_states=True)  # which are not returned
 
 
 # --- where rows end --------------------------------------------------------------------------------------------------
@@ -238,11 +248,11 @@ class Recorder(StoppingCriteria):
 
 
 @pytest.mark.parametrize(("given", "eos"), [(inputs(), None), (ALONE, EOS), (inputs(), 40)], ids=["no", "one", "40"])
-def test_criteria_are_shown_what_plain_decoding_shows(model, drafts, given, eos):
+def test_criteria_are_shown_what_plain_decoding_shows(model, drafting, given, eos):
     settings = {"max_new_tokens": NEW, "eos_token_id": eos, "pad_token_id": PAD}
     for tokens in (ends_of(model), ends_of(model)[:1]):
         shown, texts = [], []
-        for custom in (None, draftwing.custom_generate(drafts("llama")["causal-lm"], budget=FIXED)):
+        for custom in (None, drafting):
             criterion = Recorder(tokens)
             more = {"stopping_criteria": StoppingCriteriaList([criterion]), "custom_generate": custom}
             texts.append(model.generate(**given, **settings, **more).tolist())
@@ -251,12 +261,12 @@ def test_criteria_are_shown_what_plain_decoding_shows(model, drafts, given, eos)
         assert shown[0] == shown[1]
 
 
-def test_times_and_lengths(model):
-    found = assert_same(model, draftwing.custom_generate("lookup"), inputs(), max_time=1e-9)
+def test_times_and_lengths(model, lookup):
+    found = assert_same(model, lookup, inputs(), max_time=1e-9)
     assert found.shape[1] == inputs()["input_ids"].shape[1] + 1
     for length in (5, 16, 60):
         criteria = StoppingCriteriaList([MaxLengthCriteria(length)])
-        assert_same(model, draftwing.custom_generate("lookup"), stopping_criteria=criteria)
+        assert_same(model, lookup, stopping_criteria=criteria)
 
 
 def test_stop_strings(folder_of, tmp_path):
@@ -316,17 +326,16 @@ def test_the_settings_of_sampling(model):
     assert found[0, len(PROMPTS[0]) :].tolist() == expected
 
 
-def test_torch_draws_the_seed(model):
-    fast = draftwing.custom_generate("lookup")
+def test_torch_draws_the_seed(model, lookup):
     texts = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        texts.append(model.generate(**ALONE, **HOT, custom_generate=fast).tolist())
-    texts.append(model.generate(**ALONE, **HOT, custom_generate=fast).tolist())
+        texts.append(model.generate(**ALONE, **HOT, custom_generate=lookup).tolist())
+    texts.append(model.generate(**ALONE, **HOT, custom_generate=lookup).tolist())
     assert texts[0] == texts[1]
     assert len({str(text) for text in texts}) == 3
     state = torch.get_rng_state()
-    model.generate(**ALONE, max_new_tokens=4, custom_generate=fast)
+    model.generate(**ALONE, max_new_tokens=4, custom_generate=lookup)
     assert torch.equal(torch.get_rng_state(), state), "greedy decoding draws nothing"
 
 
@@ -363,39 +372,37 @@ def test_streamers_hear_what_plain_decoding_says(model, drafts, given):
     assert tapes[0].heard.count("end") == 1
 
 
-def test_a_wrapper_with_our_signature_still_finds_the_streamer(model):
-    fast = draftwing.custom_generate("lookup")
+def test_a_wrapper_with_our_signature_still_finds_the_streamer(model, lookup):
 
     def wrapped(*args, **more):
-        return fast(*args, **more)
+        return lookup(*args, **more)
 
-    wrapped.__signature__ = inspect.signature(fast)
+    wrapped.__signature__ = inspect.signature(lookup)
     tape = Tape()
     model.generate(**ALONE, max_new_tokens=3, streamer=tape, custom_generate=wrapped)
     assert len(tape.heard) == 5
 
 
-def test_a_streamer_is_that_of_its_own_call(model):
+def test_a_streamer_is_that_of_its_own_call(model, lookup):
     """A streamer that itself calls ``generate`` does not hear what that call writes."""
-    fast = draftwing.custom_generate("lookup")
 
     class Nested(Tape):
         def end(self):
             super().end()
-            model.generate(**ALONE, max_new_tokens=3, custom_generate=fast)
+            model.generate(**ALONE, max_new_tokens=3, custom_generate=lookup)
 
     tape = Nested()
-    model.generate(**ALONE, max_new_tokens=3, streamer=tape, custom_generate=fast)
+    model.generate(**ALONE, max_new_tokens=3, streamer=tape, custom_generate=lookup)
     assert len(tape.heard) == 5
 
 
-def test_return_dict(model):
+def test_return_dict(model, lookup):
     found = model.generate(
         **ALONE,
         max_new_tokens=5,
         return_dict_in_generate=True,
         use_cache=False,
-        custom_generate=draftwing.custom_generate("lookup"),
+        custom_generate=lookup,
     )
     assert isinstance(found, GenerateDecoderOnlyOutput)
     assert found.sequences.tolist() == model.generate(**ALONE, max_new_tokens=5).tolist()
@@ -516,21 +523,19 @@ ONE_ROW = {
 
 
 @pytest.mark.parametrize("name", REPLAYED)
-def test_processors_without_a_counterpart_are_called_as_by_generate(model, drafts, name):
-    fast = draftwing.custom_generate(drafts("llama")["causal-lm"], budget=FIXED)
-    assert_same(model, fast, inputs(), **REPLAYED[name], eos_token_id=[EOS, 17])
-    assert fast.stats.num_drafted > 0
+def test_processors_without_a_counterpart_are_called_as_by_generate(model, drafting, name):
+    assert_same(model, drafting, inputs(), **REPLAYED[name], eos_token_id=[EOS, 17])
+    assert drafting.stats.num_drafted > 0
 
 
 @pytest.mark.parametrize("name", ONE_ROW)
-def test_processors_of_any_kind_are_called_for_a_single_prompt(model, drafts, name):
-    fast = draftwing.custom_generate(drafts("llama")["causal-lm"], budget=FIXED)
+def test_processors_of_any_kind_are_called_for_a_single_prompt(model, drafting, name):
     plain = model.generate(**ALONE, max_new_tokens=NEW, **ONE_ROW[name]())
     settings = ONE_ROW[name]()
-    ours = model.generate(**ALONE, max_new_tokens=NEW, **settings, custom_generate=fast)
+    ours = model.generate(**ALONE, max_new_tokens=NEW, **settings, custom_generate=drafting)
     assert ours.tolist() == plain.tolist()
     with pytest.raises(UnsupportedError, match=r"with 3 prompts: .*one prompt per call") as caught:
-        model.generate(**inputs(), max_new_tokens=NEW, **ONE_ROW[name](), custom_generate=fast)
+        model.generate(**inputs(), max_new_tokens=NEW, **ONE_ROW[name](), custom_generate=drafting)
     assert name.strip() in str(caught.value)
     other = draftwing.custom_generate("lookup", rule="multi-round")
     with pytest.raises(UnsupportedError, match="use rule='match'"):
@@ -538,12 +543,12 @@ def test_processors_of_any_kind_are_called_for_a_single_prompt(model, drafts, na
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4, 7, NEW])
-def test_processors_are_called_once_per_token_and_not_after_the_end(model, drafts, num_tokens):
-    fast, counts, width = draftwing.custom_generate(drafts("llama")["causal-lm"], budget=FIXED), Counts(), 13
+def test_processors_are_called_once_per_token_and_not_after_the_end(model, drafting, num_tokens):
+    counts, width = Counts(), 13
     whole = model.generate(**ALONE, max_new_tokens=NEW, eos_token_id=None, logits_processor=[Counts()])[0].tolist()
     end = whole[width + num_tokens - 1]
     ours = model.generate(
-        **ALONE, max_new_tokens=NEW, eos_token_id=end, logits_processor=[counts], custom_generate=fast
+        **ALONE, max_new_tokens=NEW, eos_token_id=end, logits_processor=[counts], custom_generate=drafting
     )[0].tolist()
     assert ours == whole[: whole.index(end, width) + 1]
     assert counts.lengths == list(range(width, len(ours)))
@@ -650,9 +655,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_unsupported_settings_are_refused_by_name(model, name):
+def test_unsupported_settings_are_refused_by_name(model, name, lookup):
     with pytest.raises(UnsupportedError) as caught:
-        model.generate(**ALONE, max_new_tokens=9, **REFUSED[name], custom_generate=draftwing.custom_generate("lookup"))
+        model.generate(**ALONE, max_new_tokens=9, **REFUSED[name], custom_generate=lookup)
     assert name in str(caught.value)
     assert any(mend in str(caught.value) for mend in ("leave", "without custom_generate", "draftwing.custom_generate"))
 

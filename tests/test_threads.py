@@ -14,11 +14,10 @@ PROMPTS = ["def quicksort(", "class Stack:\n    def", "import os\n\ndef walk(", 
     [
         ("float64", "eagle3", dw.Budget(4, 3, 12)),
         ("float32", "none", None),
-        ("float32", "lookup", None),
         ("float32", "eagle3", dw.Budget(4, 3, 12)),
         ("float32", "eagle3", None),
     ],
-    ids=["torch-tree", "kernel-plain", "kernel-lookup", "kernel-tree", "kernel-auto"],
+    ids=["torch-tree", "kernel-plain", "kernel-tree", "kernel-auto"],
 )
 def test_four_threads_write_what_one_writes(dtype, draft, budget):
     lm = dw.load(draft=draft, device="cpu", budget=budget, dtype=dtype)

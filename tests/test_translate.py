@@ -244,7 +244,7 @@ def test_a_draft_model_of_another_tokenizer_shares_the_memory(folders):
     """Its rows may be longer than the target's: some are then not drafted for, and all texts are the same."""
     short = Pieces(Tokenizer(folders / "target")).ids[b"pen"]  # the draft model needs three tokens
     prompts = [[1, *[short] * 70], [1, *range(60, 100)], [5]]
-    sampling = {"max_tokens": 10, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+    sampling = {"max_tokens": 16, "temperature": 1.0, "seed": 3, "ignore_eos": True}
     plain, lm = (dw.load(folders / "target", draft, budget=dw.Budget(3)) for draft in ("none", folders / "other"))
     expected = [one.token_ids for one in plain.generate(prompts, **sampling)]
     alone = plain.engine(kv_memory=2**22).decoder.pages.num_page_bytes
