@@ -205,9 +205,7 @@ def held_up_half_of_the_time():
     return held_up, lambda budget, rows: held_up("draft", budget.depth, budget.width, rows)
 
 
-@pytest.mark.parametrize(
-    "disturbance", [pytest.param(after_other_steps, marks=pytest.mark.full), held_up_half_of_the_time]
-)
+@pytest.mark.parametrize("disturbance", [after_other_steps, held_up_half_of_the_time])
 def test_costs_are_those_of_a_quiet_machine(disturbance, target, monkeypatch):
     verify, draft = disturbance()
     script = Script(
