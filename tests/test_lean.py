@@ -42,11 +42,7 @@ def check_trees(model, target, prompts):
     """Ragged rows, a tree each, commit of different paths, and another tree on top of that."""
     taps = FeatureSpec((0, 2, target.num_layers))
     ctx = target.new_context(taps)
-    for prompt in prompts:
-        features = target.prefill(ctx, prompt)
-        if len(prompt) > 1:
-            hidden = reference(model, prompt[:-1]).hidden_states
-            assert torch.allclose(features, torch.cat([hidden[i] for i in taps.taps], -1), atol=1e-9, rtol=0)
+    prefilled = [target.prefill(ctx, prompt) for prompt in prompts]
     tokens = [[prompt[-1], *TREE[0][1:]] for prompt in prompts]
     tree = DraftTree.from_lists(tokens, [TREE[1]] * len(prompts))
     output = target.forward(ctx, tree)
@@ -55,6 +51,7 @@ def check_trees(model, target, prompts):
         texts = ([*prompt[:-1], *(tokens[row][i] for i in path), 0, 0][:length] for path in PATHS)
         expected = reference(model, *texts)
         states = torch.cat([expected.hidden_states[i] for i in taps.taps], -1)
+        assert torch.allclose(prefilled[row][0], states[0, : len(prompt) - 1], atol=1e-9, rtol=0)
         for place, path in enumerate(PATHS):
             nodes = slice(len(prompt) - 1, len(prompt) - 1 + len(path))
             assert torch.allclose(output.logits[row, path], expected.logits[place, nodes], atol=1e-10, rtol=0)
@@ -70,8 +67,7 @@ def check_trees(model, target, prompts):
     for row, path in enumerate(kept):
         ctx.rows[row].tokens += [*(tokens[row][i] for i in path[1:]), 13]
         ctx.rows[row].length += len(path)
-    if len(prompts) > 1:
-        target.remove(ctx, 0)
+    target.remove(ctx, 0)
     second = target.forward(ctx, DraftTree.chain(torch.tensor([[13, 4, 6]] * ctx.num_rows)))
     for row, state in enumerate(ctx.rows):
         expected = reference(model, [*state.tokens[: state.length], 13, 4, 6]).logits[0, -3:]
