@@ -56,7 +56,7 @@ def shape_of(request):
 
 @pytest.mark.parametrize(
     ("name", "family", "temperature"),
-    [*product(NAMES, FAMILIES[-1:], [0.0]), ("eagle3-dynamic", FAMILIES[-1], 1.0), ("lm-tree", "llama", 1.0)],
+    [*product(NAMES, FAMILIES[-1:], [0.0]), ("eagle3-dynamic", FAMILIES[-1], 1.0)],
 )
 def test_turns_go_on_from_the_slots_of_the_last(name, family, temperature, lab):
     here = lab(family)
