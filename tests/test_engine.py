@@ -575,19 +575,6 @@ def test_dtypes_and_draft_options(folder, folder_of):
         assert [each.stats.num_drafted for each in found] == wanted
 
 
-def test_a_stream_ends_as_generate_does(lm):
-    options = {"max_tokens": 20, "temperature": 1.0, "seed": 1, "ignore_eos": True}
-    whole = lm.generate(TEXTS[0], **options)[0]
-    letters = [letter for letter in whole.text if letter.isascii()]
-    for stop in (letters[1], letters[-1], "\0never"):
-        (wanted,) = lm.generate(TEXTS[0], stop=stop, **options)
-        steps = list(lm.stream(TEXTS[0], stop=stop, **options))
-        assert [step.finish_reason for step in steps] == [None] * (len(steps) - 1) + [wanted.finish_reason]
-        assert [token for step in steps for token in step.token_ids] == wanted.token_ids
-        assert "".join(step.text for step in steps) == wanted.text
-        assert wanted.stats.num_tokens == len(wanted.token_ids)
-
-
 def test_speculation_of_one_call(lm, plain):
     options = {"max_tokens": 16, "ignore_eos": True}
     wanted = plain.generate(TEXTS, **options)

@@ -154,14 +154,6 @@ def test_logits_of_every_family(family, record, folder_of):
         assert target.runs.record.num_recorded == 2
 
 
-@pytest.mark.parametrize("rope", ["llama3", "yarn"])
-def test_every_rope(rope, folder_of):
-    changes = {"rope_parameters": ROPES[rope]}
-    target = LeanTarget.from_folder(folder_of("llama", **changes), torch.float64)
-    target.use_graphs(TapeRecorder())
-    check_trees(float64_norms(build("llama", **changes)), target, [list(range(3, 50)), [7, 8]])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("nodes", [1, 2, 3, 7, 33])
 def test_the_same_numbers_as_eagerly(nodes, dtype, folder_of):
