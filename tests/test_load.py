@@ -248,7 +248,8 @@ def test_logprobs_are_the_models_own(draft, lm):
     """For the sampled tokens, before any processing of logits."""
     reference = float64_norms(build("llama", vocab_size=300))
     options = {"max_tokens": 12, "temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2, "ignore_eos": True}
-    results = lm(draft).generate(PROMPTS, logprobs=3, **options)
+    results = lm(draft).generate(PROMPTS, logprobs=3, speculation=dw.Budget(3), **options)
+    assert draft == "none" or any(result.stats.num_accepted for result in results)
     for result in results:
         ids = torch.tensor([[*result.prompt_ids, *result.token_ids]])
         with torch.no_grad():

@@ -140,7 +140,8 @@ def test_measured_curves_are_the_clocks(target, monkeypatch):
     assert costs.level_seconds == pytest.approx(0.0005)
 
 
-@pytest.mark.parametrize(("step", "per_node"), [(1e-4, 1.0), (4e-3, 0.0), (0.06, 1.0), (0.3, 0.0), (2.0, 1.0)])
+@pytest.mark.parametrize("step", [1e-4, 4e-3, 0.06, 0.3, 2.0])
+@pytest.mark.parametrize("per_node", [0.0, 1.0])
 def test_a_measurement_takes_no_longer_than_it_may(step, per_node, target, monkeypatch):
     """Steps of any length are only begun if they fit, but a forward and a draft; other sizes are extrapolated."""
     monkeypatch.setattr(profile, "CONFIG", replace(profile.CONFIG, rounds=6))
