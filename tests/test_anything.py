@@ -39,8 +39,8 @@ settings.load_profile("anything")
 
 
 def examples(count: int) -> settings:
-    """This number of examples, and five times as many in ``make test-all``."""
-    return settings(max_examples=5 * count if conftest.runs_full else count)
+    """This number of examples, and ten times as many in ``make test-all``."""
+    return settings(max_examples=10 * count if conftest.runs_full else count)
 
 
 INTS = st.integers(-3, 70) | st.integers() | st.sampled_from([2**31, 2**63, -(2**63), 10**400, -(10**400)])
@@ -121,7 +121,7 @@ def test_every_field_has_its_usual_values():
     assert set(USUAL) == {field.name for field in fields(dw.Sampling)}
 
 
-@examples(120)
+@examples(60)
 @given(st.sampled_from(sorted(USUAL)), VALUES)
 def test_a_field_of_sampling(name, value):
     with works_or_is_refused():
@@ -147,7 +147,7 @@ def test_whatever_plain_decoding_takes_drafting_takes(lms, options, prompt):
 PATHS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=6)
 
 
-@examples(120)
+@examples(60)
 @given(st.dictionaries(st.sampled_from(["depth", "width", "nodes", "paths", "children"]), VALUES | PATHS, max_size=3))
 def test_a_budget(options):
     with works_or_is_refused():
@@ -183,7 +183,7 @@ SHAPES = [(), (2,), (0,), (2, 2), (1, 1, 1)]
 TENSORS = st.sampled_from([torch.full(shape, value) for shape in SHAPES for value in (5, 5.0, -1, True)])
 
 
-@examples(120)
+@examples(60)
 @given(VALUES | MESSAGES | TENSORS)
 def test_a_prompt(lms, prompt):
     with works_or_is_refused():
@@ -201,7 +201,7 @@ PARTS = TEXTS | VALUES | st.lists(TEXTS, max_size=3) | MESSAGES
 RECORDS = st.dictionaries(st.sampled_from(FORMS), PARTS, max_size=3)
 
 
-@examples(120)
+@examples(60)
 @given(RECORDS | VALUES)
 @example({"instruction": [], "input": "0"})
 def test_a_record(record):
@@ -219,7 +219,7 @@ CONTENTS = (
 )
 
 
-@examples(120)
+@examples(60)
 @given(CONTENTS, st.sampled_from(["a.txt", "a.jsonl", "a.json"]))
 def test_a_file_of_prompts(tmp_path, content, name):
     (tmp_path / name).write_bytes(content)

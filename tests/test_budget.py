@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise, permutations, product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -265,26 +265,6 @@ def test_a_new_request_is_probed_soon():
     assert any(arms.play(CONFIG.first_interval))
 
 
-def test_the_probed_arm_is_another_one_than_the_best():
-    """All arms are tried from time to time, whichever is the best."""
-    for best in range(4):
-        speeds = [1.0] * 4
-        speeds[best] = 1.2
-        played = Arms(speeds).play(4000)[1000:]
-        assert set(played) == {0, 1, 2, 3}
-        assert played.count(best) > 2700
-
-
-@pytest.mark.parametrize(("before", "after"), list(permutations(range(4), 2)))
-def test_arms_that_swap_speeds_are_noticed(before, after):
-    """One arm becomes as slow as the others were and another one as fast as the best was."""
-    arms = Arms([1.0, 0.9, 0.9, 0.9])
-    arms.speeds[before], fast = 1.6, 1.6
-    arms.play(300)
-    arms.speeds[before], arms.speeds[after] = 0.9, fast
-    assert arms.play(900)[700:].count(after) > 180
-
-
 @pytest.mark.parametrize("arm", range(4))
 def test_an_arm_that_becomes_the_fastest_is_noticed_though_the_best_one_stays_as_it_was(arm):
     best = 3 if arm != 3 else 1
@@ -530,13 +510,10 @@ class World:
         return self.tokens / self.seconds * self.slow / best
 
 
-FEW = ((MEMORY, 0.3), (FOUR_BIT, 0.8))  # rates of the other machines; INT8 meets every rate
-
-
 def mean_share(costs, rates, steps, claims=None, believed=TYPICAL, rows=1, new_requests=False, slow=(1.0,)) -> float:
     """By default the planner knows nothing of the world's costs."""
     shares = []
-    for seed in range(3):
+    for seed in range(2):
         world = World(Planner(believed, TREE), costs, claims or max(rates[0], 0.05), seed, rows)
         for number, rate in enumerate(rates):
             world.rate, world.slow = rate, slow[number % len(slow)]
@@ -545,33 +522,17 @@ def mean_share(costs, rates, steps, claims=None, believed=TYPICAL, rows=1, new_r
     return float(np.mean(shares))
 
 
-@pytest.mark.parametrize(
-    ("costs", "rate"),
-    [
-        pytest.param(costs, rate, marks=() if costs is INT8 or (costs, rate) in FEW else pytest.mark.full)
-        for costs in (MEMORY, INT8, FOUR_BIT)
-        for rate in (0.05, 0.3, 0.5, 0.8)
-    ],
-)
+@pytest.mark.parametrize(("costs", "rate"), [(INT8, 0.05), (INT8, 0.8), (MEMORY, 0.3), (FOUR_BIT, 0.8)])
 def test_near_the_best_fixed_chain(costs, rate):
     assert mean_share(costs, [rate], 500) > 0.92
 
 
-@pytest.mark.parametrize(
-    "costs",
-    [
-        pytest.param(MEMORY, marks=pytest.mark.full),
-        pytest.param(INT8),
-        pytest.param(FOUR_BIT, marks=pytest.mark.full),
-    ],
-    ids=["memory", "int8", "4-bit"],
-)
-def test_worlds_that_change(costs):
-    assert mean_share(costs, [0.1, 0.8] * 2, 200, 0.7, new_requests=True) > 0.78  # requests of two kinds in turn
-    assert mean_share(costs, [0.8, 0.1, 0.8], 200, 0.7) > 0.76  # in the middle of a request
-    assert mean_share(costs, [0.4], 500, 0.9) > 0.88  # a drafter that claims too much
-    assert mean_share(costs, [0.6] * 4, 150, slow=(1.0, 2.0)) > 0.88  # a machine that changes its speed
-    assert mean_share(costs, [0.5], 300, rows=4) > 0.9
+def test_worlds_that_change():
+    assert mean_share(INT8, [0.1, 0.8] * 2, 200, 0.7, new_requests=True) > 0.78  # requests of two kinds in turn
+    assert mean_share(INT8, [0.8, 0.1, 0.8], 200, 0.7) > 0.76  # in the middle of a request
+    assert mean_share(INT8, [0.4], 500, 0.9) > 0.88  # a drafter that claims too much
+    assert mean_share(INT8, [0.6] * 4, 150, slow=(1.0, 2.0)) > 0.88  # a machine that changes its speed
+    assert mean_share(INT8, [0.5], 200, rows=4) > 0.9
 
 
 def test_shapes_that_a_limit_makes_equal_are_one_arm():
@@ -589,9 +550,7 @@ def test_shapes_that_a_limit_makes_equal_are_one_arm():
     assert Budget(1) in decided[0]
 
 
-@pytest.mark.parametrize("rows", [1, pytest.param(16, marks=pytest.mark.full), 64])
-@pytest.mark.parametrize("rate", [0.3, 0.67, 0.8])
-@pytest.mark.parametrize("levels", [1, pytest.param(8, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("levels", "rate", "rows"), [(1, 0.3, 1), (8, 0.67, 1), (1, 0.8, 64)])
 def test_near_the_best_fixed_chain_on_a_gpu(levels, rate, rows):
     """With a large model, and with a small one whose drafts are eight times as expensive in baseline steps."""
     costs = replace(TYPICAL_GPU, chain=Curve(tuple((n, levels * time) for n, time in TYPICAL_GPU.chain.knots)))
@@ -620,12 +579,11 @@ def test_a_step_that_recorded_a_graph_says_nothing_about_time():
     assert planner.observed_costs.verify_seconds(1) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("factor", [0.5, 2.0])
-def test_costs_that_are_wrong_by_a_factor_of_two(factor):
+def test_costs_that_are_wrong_by_a_factor_of_two():
     def scaled(curve):
-        return Curve(tuple((count, seconds * factor) for count, seconds in curve.knots))
+        return Curve(tuple((count, 2 * seconds) for count, seconds in curve.knots))
 
-    verify = Curve(tuple((count, 1 + (seconds - 1) * factor) for count, seconds in INT8.verify.knots))
+    verify = Curve(tuple((count, 2 * seconds - 1) for count, seconds in INT8.verify.knots))
     believed = replace(INT8, verify=verify, chain=scaled(INT8.chain), tree=scaled(INT8.tree))
     assert mean_share(INT8, [0.6], 500, believed=believed) > 0.92
 
@@ -707,8 +665,8 @@ def test_requests_with_a_gain_or_a_lower_temperature_are_not_skipped():
 def test_a_gain_ends_what_requests_before_it_showed():
     planner = Planner(INT8, TREE)
     end_requests(planner, 0.02, 2, temperature=0.0)
-    end_requests(planner, 0.9, 3, temperature=0.0, steps=1000)
-    end_requests(planner, 0.02, 2, temperature=1.0, steps=1000)
+    end_requests(planner, 0.9, 3, temperature=0.0, steps=500)
+    end_requests(planner, 0.02, 2, temperature=1.0, steps=500)
     assert not planner.skips(0.5)  # only requests at 1.0 have had no gain since
     assert planner.skips(1.0)
 
@@ -819,34 +777,25 @@ def check_churn(here, kind, maker, planner, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("maker", "planner", "kind"),
+    ("maker", "planner"),
     [
-        *((maker, Dice, "t1") for maker in MAKERS),
-        ("eagle1-unshifted", Always, "t1"),
-        ("eagle3-few-tokens", Always, "t1"),
-        ("causal-lm", Seldom, "greedy"),
-        ("eagle3", Seldom, "greedy"),
-        ("eagle1-unshifted", Planner, "greedy"),
-        ("eagle3-few-tokens", Planner, "greedy"),
-        ("lookup", Planner, "greedy"),
-        ("eagle3", Dice, "penalties"),
-        ("causal-lm", Always, "penalties"),
+        *((maker, Dice) for maker in MAKERS),
+        *(("causal-lm", Seldom), ("eagle1-unshifted", Seldom), ("eagle3-few-tokens", Planner)),
     ],
 )
-def test_text_is_plain_decodings(maker, planner, kind, lab, monkeypatch):
+def test_text_is_plain_decodings(maker, planner, lab, monkeypatch):
     """Rows join and leave meanwhile."""
     here = lab("llama")
     planner = planner(BARGAIN, Budget(6, 3, 20))
-    stats = check_churn(here, kind, MAKERS[maker](here), planner, monkeypatch)
+    stats = check_churn(here, "mixed", MAKERS[maker](here), planner, monkeypatch)
     assert stats.num_drafted > 0 or maker == "lookup"
 
 
 @pytest.mark.parametrize(
     ("maker", "rule"),
     [
-        *(("eagle3", rule) for rule in ("speculative", "block", "multi-round", "multi-round-replacement")),
-        ("causal-lm", "multi-round"),
-        ("lookup", "block"),
+        *(("eagle3", "block"), ("eagle3", "multi-round"), ("causal-lm", "multi-round-replacement")),
+        ("lookup", "speculative"),
     ],
 )
 def test_classic_rules_keep_the_distribution_with_a_planner(rule, maker, lab, monkeypatch):
@@ -863,15 +812,6 @@ def test_classic_rules_keep_the_distribution_with_a_planner(rule, maker, lab, mo
         assert stats.lossless
         assert stats.num_drafted > 0 or maker == "lookup"
     assert usual.budget(context(), classic.children).rule is None
-
-
-def test_match_top_with_a_planner(lab, monkeypatch):
-    here = lab("llama")
-    requests = [here.request("t1", row) for row in range(3)]
-    planner = Dice(BARGAIN, Budget(6, 3, 20))
-    texts, stats = decode_with(monkeypatch, planner, here.target, requests, MAKERS["eagle3"](here), rule="match-top")
-    assert texts == {row: here.plain("t1", row) for row in range(3)}
-    assert stats.num_drafted > 0
 
 
 # --- drafts after baseline steps -------------------------------------------------------------------------------------
@@ -895,11 +835,7 @@ class Recorded(Drafter):
 
 
 @pytest.mark.parametrize(
-    ("maker", "kind"),
-    [
-        *(("causal-lm", "t1"), ("eagle1", "greedy"), ("eagle1-unshifted", "t1"), ("eagle3", "t1")),
-        ("eagle3-few-tokens", "greedy"),
-    ],
+    ("maker", "kind"), [("causal-lm", "t1"), ("eagle1-unshifted", "t1"), ("eagle3-few-tokens", "greedy")]
 )
 def test_after_plain_steps_a_draft_is_what_it_would_have_been(kind, maker, lab, monkeypatch):
     """A drafter that was left out for some steps has missed nothing: rows join, leave and end meanwhile."""

@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from draftwing.sampling import Sampling
 from draftwing.text.grammar import MAX_CHARACTERS, MAX_LEVELS, Grammar, Grammars, as_grammar, is_deeper
 from draftwing.text.tokenizer import TextStream
 from draftwing.tree import DraftTree
-from test_exact import CLASSIC, DRAFTERS, FUSED, PROMPTS, SAMPLINGS, VOCAB, Scripted, check_step
+from test_exact import CLASSIC, DRAFTERS, FLOAT32, FUSED, PROMPTS, SAMPLINGS, VOCAB, Scripted, check_step
 
 EOS = 2
 LENGTH = 17  # tokens of a text, the end token counted
@@ -152,23 +153,25 @@ def decode(target, drafter, requests, budget=None, rule="match"):
 
 def requests_of(kind: str):
     """One under a constraint, one that must not end soon, one that is free."""
-    common = {"max_tokens": 24, **SAMPLINGS[kind]}
+    kinds = ("t1", "greedy", "top-p", "penalties") if kind == "mixed" else (kind,) * 4
+    one, two, three, four = ({"max_tokens": 20, **SAMPLINGS[each]} for each in kinds)
     return [
-        (PROMPTS[0], Sampling(seed=1, **common), Rhymes()),
-        (PROMPTS[1], Sampling(seed=2, min_tokens=11, logit_bias={EOS: 40.0}, stop_tokens=(7,), **common), None),
-        (PROMPTS[2], Sampling(seed=3, ignore_eos=True, **common), None),
-        (PROMPTS[2], Sampling(seed=4, min_tokens=12, **common), Rhymes()),
+        (PROMPTS[0], Sampling(seed=1, **one), Rhymes()),
+        (PROMPTS[1], Sampling(seed=2, min_tokens=11, logit_bias={EOS: 40.0}, stop_tokens=(7,), **two), None),
+        (PROMPTS[2], Sampling(seed=3, ignore_eos=True, **three), None),
+        (PROMPTS[2], Sampling(seed=4, min_tokens=12, **four), Rhymes()),
     ]
 
 
 FEW = ("lm-tree", "eagle3-dynamic", "lookahead", "kangaroo-dynamic", "eagle3+lookup-rule", "twins", "scattered")
 MORE = ("self-chain", "lm-static", "eagle3-rule", "medusa-dynamic", "lookahead+eagle3", "skip-chain")
 MORE += ("mtp-modules-tree",)
-KINDS = [("t1", "llama", name) for name in FEW] + [("greedy", "llama", name) for name in FEW[::3]]
-KINDS += [("penalties", "llama", "lm-tree"), ("top-p", "llama", "twins"), ("t1", "gpt2", "lm-tree")]
-KINDS += [(kind, FUSED[0], name) for kind in ("t1", "greedy") for name in ("lm-tree", "eagle3-rule")]
-FULL = [(kind, "llama", name) for kind in SAMPLINGS for name in (*FEW, *MORE)]
-FULL += [(kind, family, name) for family in ("gpt2", *FUSED) for kind in SAMPLINGS for name in ("lm-tree", "twins")]
+CASES = [
+    *(("llama", name) for name in FEW),
+    ("gpt2", "lm-tree"),
+    *((FLOAT32, name) for name in ("lm-tree", "eagle3-rule")),
+]
+FULL = [*(("llama", name) for name in MORE), *product(("gpt2", *FUSED), ("lm-tree", "twins"))]
 
 
 @pytest.fixture(scope="module")
@@ -183,16 +186,16 @@ def plain(lab):
     return get
 
 
-FULL = [pytest.param(*case, marks=pytest.mark.full) for case in dict.fromkeys(FULL) if case not in KINDS]
-
-
-@pytest.mark.parametrize(("kind", "family", "drafter"), [*KINDS, *FULL])
-def test_the_text_is_the_same_whatever_is_drafted(kind, family, drafter, lab, plain):
-    here, case, wanted = lab(family), DRAFTERS[drafter], plain(family, kind)
+@pytest.mark.parametrize(
+    ("family", "drafter"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in FULL if case not in CASES)],
+)
+def test_the_text_is_the_same_whatever_is_drafted(family, drafter, lab, plain):
+    here, case, wanted = lab(family), DRAFTERS[drafter], plain(family, "mixed")
     for text in (wanted[0], wanted[3]):
         check_valid(text)
     assert len(wanted[3]) > 12 or wanted[3][-1] != EOS
-    made, requests = case.make(here, kind), requests_of(kind)
+    made, requests = case.make(here, "mixed"), requests_of("mixed")
     if isinstance(made, Scripted):  # it knows what is said under the constraints
         made.futures = {tuple(prompt): text for (prompt, *_), text in zip(requests, wanted, strict=True)}
     found, stats = decode(here.target, made, requests, case.budget)
@@ -212,7 +215,7 @@ def test_it_is_the_best_of_what_is_allowed_at_every_place(lab):
     assert list(found) == text[len(PROMPTS[1]) :]
 
 
-@pytest.mark.parametrize("rule", CLASSIC)
+@pytest.mark.parametrize("rule", ["block", "multi-round"])
 def test_classic_rules_are_greedy_under_a_constraint(rule, lab, plain):
     here = lab("llama")
     made = DRAFTERS["lm-chain"].make(here, "greedy")
@@ -241,7 +244,7 @@ class Coin(Drafter):
 def test_the_distribution_under_a_constraint(rule, lab):
     """Forbidden drafts count as rejected under the classic rules: without them, allowed ones would come too often."""
     here, num_seeds, allowed = lab("llama"), 250, FewWords()
-    prompt = list(PROMPTS[1])
+    prompt = [16]  # nothing is left to prefill
     logits = here.target.score(torch.tensor([prompt]), FeatureSpec()).logits[0, -1][list(allowed.words)]
     distribution = logits.softmax(0)
     side, chance = allowed.words[int(distribution.argmax())], float(distribution.max())
@@ -379,13 +382,13 @@ def test_a_text_follows_its_grammar_whatever_is_drafted(lm):
     for temperature, grammar, is_valid in grammars:
         options = {"temperature": temperature, "seed": 5, "max_tokens": 200, "grammar": grammar}
         texts = []
-        for budget in ("none", Budget(3), Budget(3, 2, 5)):
+        for budget in ("none", Budget(3, 2, 5)):
             (found,) = lm.generate("def add(a, b):", speculation=budget, **options)
             texts.append(found.token_ids)
             assert found.finish_reason == "stop"
             assert found.token_ids[-1] == EOS
             assert is_valid(found.text), found.text
-        assert texts[0] == texts[1] == texts[2]
+        assert texts[0] == texts[1]
         assert found.stats.num_accepted > 0
         assert "".join(step.text for step in lm.stream("def add(a, b):", **options)) == found.text
 

@@ -279,7 +279,7 @@ GROWN = {str(each): each for each in (Budget(6, 3, 12), Budget(5), Budget(4, 5, 
 def test_in_torch_and_in_the_kernel_a_rule_grows_the_same_trees(name, kind, budget, target, folder_of):
     """Chains and trees, several rows, random rules; all that is said of the nodes too."""
     budget, grown = GROWN[budget], 0
-    for seed in range(5):
+    for seed in range(3):
         most = budget.nodes or budget.depth
         ruled = replace(budget, rule=rule_of(100 + seed, budget.depth, most))
         found, wanted = (trees(name, target, folder_of, kind, ruled, at_once) for at_once in (True, False))

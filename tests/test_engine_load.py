@@ -578,7 +578,7 @@ def test_stop_strings_and_text_after_giving_way(lm):
 
 @pytest.mark.parametrize("place", ["read", "admit", "commit", "remove", "share", "attach", "release"])
 def test_an_interrupt_anywhere_loses_nothing(place, lab, monkeypatch):
-    here, work = lab("llama"), requests(5)
+    here, work = lab(FAMILIES[-1]), requests(5)
     own = engine_of(here, "eagle3-dynamic", 12)
     made = [own.submit(*each) for each in work]
     count = 0
@@ -613,11 +613,11 @@ def test_an_interrupt_anywhere_loses_nothing(place, lab, monkeypatch):
     check_engine(own)
     assert stops
     for request, each in zip(made, work, strict=True):
-        same_text(request, alone(here, "llama", *each))
+        same_text(request, alone(here, FAMILIES[-1], *each))
 
 
 def test_a_drafter_that_refuses_a_row_keeps_no_slots(lab, monkeypatch):
-    here, work = lab("llama"), requests(4)
+    here, work = lab(FAMILIES[-1]), requests(4)
     own = engine_of(here, "eagle3-dynamic", 12)
     kind, admit = type(own.decoder.drafter), type(own.decoder.drafter).admit
 
@@ -631,7 +631,7 @@ def test_a_drafter_that_refuses_a_row_keeps_no_slots(lab, monkeypatch):
     assert own.decoder.faults.num  # what it refuses is decoded plainly
     assert own.stats.num_slots_used == 0
     for request, each in zip(made, work, strict=True):
-        same_text(request, alone(here, "llama", *each))
+        same_text(request, alone(here, FAMILIES[-1], *each))
 
 
 def test_the_account_of_pages_finds_what_is_wrong():

@@ -91,19 +91,6 @@ def test_a_matrix_gives_each_row_its_own_bits(shape, bias, quantize):
 
 
 @needs_kernel
-def test_int8_is_exact_between_the_scales():
-    """Rows and weights that 8 bits hold exactly: no rounding is left but the last one."""
-    torch.manual_seed(0)
-    weight = torch.randint(-127, 128, (70, 90)).float()
-    weight[:, 0] = 127.0
-    x = torch.randint(-127, 128, (5, 90)).float()
-    x[:, 1] = -127.0
-    linear = Linear(weight.clone())
-    linear.pack("int8")
-    assert torch.allclose(linear.forward(x).double(), x.double() @ weight.double().T, rtol=1e-6, atol=0.05)
-
-
-@needs_kernel
 def test_zero_and_nan_rows_stay_what_they_are():
     linear = Linear(torch.randn(20, 33))
     linear.pack("int8")
@@ -296,7 +283,7 @@ def test_a_walk_finds_what_python_finds(vocab):
     """Ties, equal siblings, unused nodes, tokens that are banned, whole rows that are."""
     rng, longest = random.Random(vocab), 0
     native, python = batches(vocab, KeyedNoise(vocab))
-    for turn in range(150):
+    for turn in range(60):
         tree = random_trees(rng, 4, vocab, distinct=turn % 3 == 0)
         scores = torch.randn(4, tree.num_nodes, vocab, generator=torch.Generator().manual_seed(turn))
         scores[..., :2] += 3  # which are drafted
@@ -353,7 +340,7 @@ def test_filters_on_the_way_are_those_of_whole_scores(vocab, sharpness):
         SamplingBatch(FILTERED, each) for each in (NativeNoise(kernel, vocab, capacity=2), KeyedNoise(vocab))
     )
     rows, masked = len(FILTERED), 0
-    for turn in range(40):
+    for turn in range(20):
         tree, generator = random_trees(rng, rows, vocab), torch.Generator().manual_seed(turn)
         logits = sharpness * torch.randn(rows, tree.num_nodes, vocab, generator=generator)
         logits[..., :2] += sharpness

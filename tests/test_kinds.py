@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,7 @@ def folder(folder_of) -> Path:
     return folder_of("llama", **SHAPE)
 
 
+@cache
 def both(name: str, folder: Path) -> list[tuple[DraftNet, LeanTarget]]:
     """The same net by PyTorch and in the CPU kernel, with a target each."""
     like, found = ModelConfig.from_hf(read_config(folder)), []

@@ -65,7 +65,7 @@ def prompt_of(length):
     return [(5 * i * i + 3 * i + 7) % 60 + 1 for i in range(length)]
 
 
-PROMPTS = [prompt_of(length) for length in (LIMIT - 8, LIMIT - 1, LIMIT, LIMIT + 1, LIMIT + 9)]
+PROMPTS = [prompt_of(length) for length in (LIMIT - 6, LIMIT - 1, LIMIT, LIMIT + 1, LIMIT + 5)]
 
 
 def written(name, prompt, count):
@@ -91,17 +91,16 @@ NAMES = [pytest.param(name, marks=pytest.mark.full if name in RARE else ()) for 
 @pytest.mark.parametrize("name", NAMES)
 def test_texts_across_a_limit_are_those_of_generate(name):
     """All rows at once: a longer row must not change the frequencies of the others."""
-    target, count = adapter(name), 12
+    target, count = adapter(name), 9
     expected = [written(name, prompt, count) for prompt in PROMPTS]
     assert decode(target, PROMPTS, count)[0] == expected
     if target.supports_trees:
-        for depth in (2, 7) if name in MODELS else (4,):
-            drafter = Knows(expected, 7)
-            texts, accepted = decode(target, PROMPTS, count, drafter, Budget(depth))
-            assert texts == expected
-            assert accepted > (3 if "dynamic" in name else 10)  # which drafts nothing beyond the limit
+        drafter, budget = Knows(expected, 7), Budget(4)
+        texts, accepted = decode(target, PROMPTS, count, drafter, budget)
+        assert texts == expected
+        assert accepted > (3 if "dynamic" in name else 10)  # which drafts nothing beyond the limit
         sampling = Sampling(max_tokens=count, temperature=0.0, ignore_eos=True)
-        assert PROMPTS[0] + generate(target, drafter, PROMPTS[0], sampling, budget=Budget(depth)) == expected[0]
+        assert PROMPTS[0] + generate(target, drafter, PROMPTS[0], sampling, budget=budget) == expected[0]
 
 
 def test_phi3_also_equals_its_full_forward_beyond_the_limit():
@@ -137,7 +136,7 @@ def test_rows_that_are_read_again(name):
     assert torch.allclose(target.forward(ctx, ctx.roots()).logits, expected.logits, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["phi3", "bamba-longrope", "llama-dynamic"])
+@pytest.mark.parametrize("name", ["phi3", "llama-dynamic"])
 def test_a_forward_that_fails_halfway(name):
     """Its layers have changed some of the cache; the next step must not see that."""
     model = make(name)
@@ -206,7 +205,7 @@ def test_the_model_is_as_before():
 # --- positions -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["RobertaConfig", "XLMRobertaConfig", "CamembertConfig", "Data2VecTextConfig"])
+@pytest.mark.parametrize("kind", ["RobertaConfig", "Data2VecTextConfig"])  # XLM-RoBERTa and CamemBERT copy the first
 def test_positions_from_behind_the_padding(kind):
     """generate counts them from 0, which is not what the model was trained with: its bare forward is right."""
     config = getattr(transformers, kind)(**{**SMALL, **ROBERTA, "max_position_embeddings": 40, "pad_token_id": 1})
@@ -214,7 +213,7 @@ def test_positions_from_behind_the_padding(kind):
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     target = AdapterTarget(model)
     assert target.max_length == 38  # positions 0 and 1 are those of padding
-    text = [4, *prompt_of(9)]
+    text = [4, *prompt_of(22)]
     text = [token + (token == 1) for token in text]
     ours = decode(target, [text], 50)[0][0]
     assert len(ours) == 38

@@ -125,9 +125,14 @@ def test_int8_is_near_the_float_product(shape, dtype):
 
 
 @int8
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("shape", SHAPES + ODD)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype", "threads"),
+    [
+        *((shape, torch.float32, 1) for shape in SHAPES + ODD),
+        *((shape, torch.bfloat16, threads) for shape in (SHAPES[0], ODD[2], ODD[-1]) for threads in (1, 3)),
+    ],
+    ids=str,
+)
 @torch.inference_mode()
 def test_an_int8_rows_bits_do_not_depend_on_other_rows(shape, dtype, threads):
     linear, *_ = quantised(*shape, dtype=dtype, bias=True)
@@ -137,7 +142,7 @@ def test_an_int8_rows_bits_do_not_depend_on_other_rows(shape, dtype, threads):
     try:
         alone = torch.cat([linear(row[None]) for row in x])
         added = torch.cat([linear(row[None], more[None]) for row, more in zip(x, residual, strict=True)])
-        for rows in range(1, 65):
+        for rows in (*range(1, 20), 31, 32, 33, 47, 48, 63, 64):
             assert torch.equal(linear(x[:rows].clone()), alone[:rows])
             assert torch.equal(linear(x[:rows].clone(), residual[:rows].clone()), added[:rows])
         others = x.clone()

@@ -56,7 +56,7 @@ def readable(model):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_batch_is_its_prompts_one_by_one(temperature, lm):
-    options = {"temperature": temperature, "max_tokens": 20, "seed": 4}
+    options = {"temperature": temperature, "max_tokens": 12, "seed": 4}
     alone = [lm().generate(prompt, **options)[0] for prompt in PROMPTS]
     for number, draft in enumerate(DRAFTS):
         max_batch = (2, 8)[(number + int(temperature)) % 2]
@@ -150,7 +150,7 @@ def test_messages_go_through_the_chat_template(place, folders, tmp_path):
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("prompt", [PROMPTS[2], "é"])
 def test_a_stream_adds_up_to_the_text(prompt, draft, lm):
     options = {"max_tokens": 20, "temperature": 1.0, "seed": 7}
     (result,) = lm().generate(prompt, **options)
@@ -159,10 +159,10 @@ def test_a_stream_adds_up_to_the_text(prompt, draft, lm):
     steps = list(stream)
     assert "".join(step.text for step in steps) == result.text
     assert [token for step in steps for token in step.token_ids] == result.token_ids
-    assert [step.step.rows[0].finish_reason for step in steps] == [None] * (len(steps) - 1) + [result.finish_reason]
+    assert [step.finish_reason for step in steps] == [None] * (len(steps) - 1) + [result.finish_reason]
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("draft", ["lookup", "itself"])
 def test_stop_strings(draft, lm):
     """They end the text before their first character, whatever the steps' tokens are."""
     model, plain = lm(draft), lm()
@@ -181,7 +181,7 @@ def test_stop_strings(draft, lm):
         for step in model.stream(PROMPTS[0], stop=("\0never", stop), **options):
             shown += step.text
             assert kept.startswith(shown)
-        assert shown == kept
+        assert (shown, step.finish_reason) == (kept, "stop")
     # The start of a stop string that is never completed is emitted in the end.
     almost = text[-2:] + "\0"
     (result,) = model.generate(PROMPTS[0], stop=almost, **options)
@@ -200,14 +200,7 @@ def test_a_stopped_row_makes_room(lm):
         assert result.finish_reason == ("stop" if stop in whole.text else "length")
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("count", [1, 2, 7])
-def test_max_tokens(count, draft, lm):
-    results = lm(draft).generate(PROMPTS, max_tokens=count, ignore_eos=True)
-    assert [(len(result.token_ids), result.finish_reason) for result in results] == [(count, "length")] * 5
-
-
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("draft", ["lookup", "itself"])
 def test_the_end_of_the_context(draft, lm):
     model = lm(draft)
     ids = [3 + i % 290 for i in range(250)]
@@ -250,12 +243,13 @@ def test_special_tokens_are_not_shown(lm):
 # --- logprobs --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("draft", ["none", "itself"])
 def test_logprobs_are_the_models_own(draft, lm):
     """For the sampled tokens, before any processing of logits."""
     reference = float64_norms(build("llama", vocab_size=300))
     options = {"max_tokens": 12, "temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2, "ignore_eos": True}
-    results = lm(draft).generate(PROMPTS, logprobs=3, **options)
+    results = lm(draft).generate(PROMPTS, logprobs=3, speculation=dw.Budget(3), **options)
+    assert draft == "none" or any(result.stats.num_accepted for result in results)
     for result in results:
         ids = torch.tensor([[*result.prompt_ids, *result.token_ids]])
         with torch.no_grad():
@@ -273,7 +267,7 @@ def test_logprobs_are_the_models_own(draft, lm):
 def test_logprobs_end_with_the_text(lm):
     options = {"max_tokens": 20, "ignore_eos": True, "banned_tokens": readable(lm()), "logprobs": 1}
     text = lm().generate(PROMPTS[0], **options)[0].text
-    for place in range(2, 12):  # also in the middle of a step's tokens
+    for place in range(2, 12, 3):  # also in the middle of a step's tokens
         stop = text[place : place + 2]
         plain, result = (lm(draft).generate(PROMPTS[0], stop=stop, **options)[0] for draft in ("none", "itself"))
         assert (result.finish_reason, result.token_ids) == ("stop", plain.token_ids)

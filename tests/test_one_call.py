@@ -19,11 +19,13 @@ from draftwing.models.lean import LeanTarget
 from draftwing.models.paged import PageTable
 from draftwing.request import Request
 from draftwing.sampling import Sampling
+from pairwise import cover, groups_of
 from test_budget import COSTS
 
 pytestmark = pytest.mark.skipif(get_kernel() is None, reason=f"no CPU kernel here: {kernel_problem()}")
 VOCAB, END = 61, 30
 PROMPTS = [3, 8, 12, 5, 3, 8], [9, 9, 4], [7]
+PAIRS = groups_of(("name", "budget", "at"), 2)
 BUDGETS = {"chain": Budget(4), "wide": Budget(3, 3, 12), "re-ranked": Budget(4, 3, 7), "beyond the end": Budget(40)}
 
 
@@ -83,9 +85,12 @@ def told_of(step):
     )
 
 
-@pytest.mark.parametrize("temperatures", [(0.0,), (1.0,), (0.0, 1.0, 0.5)], ids=str)
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("name", ["itself", "causal-lm", "eagle1", "eagle3"])
+NAMES, TEMPERATURES = ("itself", "causal-lm", "eagle1", "eagle3"), ((0.0,), (1.0,), (0.0, 1.0, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("name", "budget", "temperatures"), cover({"name": NAMES, "budget": BUDGETS, "at": TEMPERATURES}, PAIRS), ids=str
+)
 def test_it_is_the_same_step(name, budget, temperatures, target, drafters, monkeypatch):
     kernel = get_kernel()
     with monkeypatch.context() as watched:
@@ -237,7 +242,7 @@ def test_the_seconds_of_the_verification_are_its_own(target, drafters, monkeypat
     assert all(0 < seconds < 100 for seconds in told)
     fused = [step.timings for step in steps if step.tree.num_nodes > 1]
     assert len(fused) == len(told)
-    assert all(each.verify > 1000 > each.draft + 900 and abs(each.total) < 100 for each in fused)
+    assert all(each.verify > 1000 and each.draft < -900 and abs(each.total) < 100 for each in fused)
 
 
 @pytest.mark.parametrize("temperatures", [(0.0,), (1.0, 0.0, 0.7)], ids=str)

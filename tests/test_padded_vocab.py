@@ -32,13 +32,10 @@ def folders(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize(
-    ("draft", "dtype", "temperature"),
-    [("larger", "float32", 0.0), ("smaller", "float32", 1.0), ("larger", "float64", 1.0), ("smaller", "float64", 0.0)],
-)
+@pytest.mark.parametrize(("draft", "dtype", "temperature"), [("larger", "float32", 1.0), ("smaller", "float64", 0.0)])
 def test_it_drafts_what_the_target_writes(folders, draft, dtype, temperature):
     prompt = [1, 70, 80, 310, 90]  # one token that the smaller one does not have
-    settings = {"max_tokens": 40, "temperature": temperature, "seed": 3, "ignore_eos": True}
+    settings = {"max_tokens": 28, "temperature": temperature, "seed": 3, "ignore_eos": True}
     expected = dw.load(folders / "target", draft="none", dtype=dtype).generate([prompt], **settings)[0].token_ids
     for more in ({}, {"draft": "lookup"}):
         lm = dw.load(folders / "target", folders / draft, draft_options=more, budget=dw.Budget(3, 2), dtype=dtype)

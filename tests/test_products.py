@@ -6,6 +6,7 @@ Sums are taken in one order, so that the bits are the same without tiles, and a 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -36,13 +37,12 @@ def linear_of(form: str, weight: torch.Tensor, bias: torch.Tensor | None = None)
     return linear
 
 
-def product(form, weight, x, bias=None, threads=2):
-    linear, before = linear_of(form, weight, bias), torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        return linear(x)
-    finally:
-        torch.set_num_threads(before)
+@pytest.fixture(autouse=True, params=[2])
+def threads(request) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
 
 
 def parts_of(x: torch.Tensor) -> list[torch.Tensor]:
@@ -80,8 +80,9 @@ def test_sums_in_8_bits_are_those_of_integers(shape, tiles):
     x[:, 1], weight[:, 2] = 127, 127  # a level is worth 1
     bias = torch.arange(num_out).float()
     wanted = (x.long() @ weight.long().T).float() + bias
+    linear = linear_of("int8", weight, bias)
     for rows in range(1, 71):
-        assert torch.equal(product("int8", weight, x[:rows], bias), wanted[:rows]), rows
+        assert torch.equal(linear(x[:rows]), wanted[:rows]), rows
 
 
 @pytest.mark.parametrize("form", ["rounded", "split"])
@@ -98,19 +99,20 @@ def test_the_order_of_sums(shape, form, tiles):
     longest = 17 + 1 + -(-num_in // 32) + 3  # sums that a number takes part in, with the bias's
     bound = longest * 2.0**-24 * (near.abs() @ exact.abs().T + bias.abs())
     assert ((expected - (near @ exact.T + bias)).abs() <= bound).all()
+    linear = linear_of(form, weight, bias)
     for rows in ROWS:
-        assert torch.equal(product(form, weight, x[:rows], bias), expected[:rows]), rows
+        assert torch.equal(linear(x[:rows]), expected[:rows]), rows
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("threads", [1, 2, 3], indirect=True)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_rows_bits_do_not_depend_on_other_rows(form, threads, tiles):
     torch.manual_seed(threads)
-    x, weight = torch.randn(70, 203), torch.randn(150, 203)
-    alone = torch.cat([product(form, weight, row[None], threads=threads) for row in x])
+    x, linear = torch.randn(70, 203), linear_of(form, torch.randn(150, 203))
+    alone = torch.cat([linear(row[None]) for row in x])
     for rows in ROWS[1:]:
-        assert torch.equal(product(form, weight, x[:rows], threads=threads), alone[:rows])
-        assert torch.equal(product(form, weight, x[-rows:], threads=threads), alone[-rows:])
+        assert torch.equal(linear(x[:rows]), alone[:rows])
+        assert torch.equal(linear(x[-rows:]), alone[-rows:])
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -136,7 +138,7 @@ def test_rows_are_rounded_to_the_nearest_and_ties_to_even(tiles):
     between = torch.cat([exact, -exact]) + 2.0**-8  # in the middle of two
     x = torch.stack([between, between * (1 + 2.0**-20), between * (1 - 2.0**-20), between * 1e38])
     x = torch.cat([x, torch.full((4, 1), 1e-39)], 1)
-    found = product("rounded", torch.eye(129), x)
+    found = linear_of("rounded", torch.eye(129))(x)
     expected = x.bfloat16().float()
     expected[:, -1] = 0  # too small to be normal
     assert torch.equal(found, expected)
@@ -148,7 +150,7 @@ def test_split_numbers_come_through_whole(tiles):
     torch.manual_seed(1)
     x = torch.randn(6, 96) * torch.exp2(torch.randint(-90, 120, (6, 96)).float())
     x[0, :4] = torch.tensor([0.0, -0.0, torch.finfo(torch.float32).max, -1 - 2.0**-23])
-    assert torch.equal(product("split", torch.eye(96), x), x)
+    assert torch.equal(linear_of("split", torch.eye(96))(x), x)
 
 
 def test_split_rows_are_nearer_than_whole_ones(tiles):
@@ -159,7 +161,7 @@ def test_split_rows_are_nearer_than_whole_ones(tiles):
     whole = Linear.of_stored([Stored("bfloat16", 2048, weight)], None)
     assert whole.packed[0].row_form == RowForm.AS_THEY_ARE
     kernel.has_tiles = True
-    errors = [(found - exact).abs().mean() for found in (product("split", weight.float(), x), whole(x))]
+    errors = [(found - exact).abs().mean() for found in (linear_of("split", weight.float())(x), whole(x))]
     assert 0 < errors[0] < errors[1] / 2
 
 
@@ -169,7 +171,7 @@ def test_numbers_that_are_not_finite_stay_so(form, low_bits, tiles):
     x = torch.randn(5, 40)
     x[0, 3], x[2, 39], x[3, 0], x[4, 8] = torch.nan, -torch.inf, torch.finfo(torch.float32).max, torch.nan
     x.view(torch.int32)[4, 8] = low_bits
-    found = product(form, torch.ones(3, 40), x)
+    found = linear_of(form, torch.ones(3, 40))(x)
     assert found[0].isnan().all()
     assert found[1].isfinite().all()
     if form == "rounded":

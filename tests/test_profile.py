@@ -30,7 +30,7 @@ from draftwing.models.lean import LeanTarget
 from draftwing.sampling import Sampling
 
 VOCAB = 80  # more than the most nodes that are measured
-CHANGES = {"max_position_embeddings": 2400, "vocab_size": VOCAB}
+CHANGES = {"max_position_embeddings": 2400, "vocab_size": VOCAB, "head_dim": 32}  # runs in the CPU kernel
 PROMPTS = ([4, 9, 9, 4, 9], [3])
 
 
@@ -141,7 +141,7 @@ def test_measured_curves_are_the_clocks(target, monkeypatch):
 
 
 @pytest.mark.parametrize("step", [1e-4, 4e-3, 0.06, 0.3, 2.0])
-@pytest.mark.parametrize("per_node", [0.0, pytest.param(0.3, marks=pytest.mark.full), 1.0])
+@pytest.mark.parametrize("per_node", [0.0, 1.0])
 def test_a_measurement_takes_no_longer_than_it_may(step, per_node, target, monkeypatch):
     """Steps of any length are only begun if they fit, but a forward and a draft; other sizes are extrapolated."""
     monkeypatch.setattr(profile, "CONFIG", replace(profile.CONFIG, rounds=6))
@@ -206,9 +206,7 @@ def held_up_half_of_the_time():
     return held_up, lambda budget, rows: held_up("draft", budget.depth, budget.width, rows)
 
 
-@pytest.mark.parametrize(
-    "disturbance", [pytest.param(after_other_steps, marks=pytest.mark.full), held_up_half_of_the_time]
-)
+@pytest.mark.parametrize("disturbance", [after_other_steps, held_up_half_of_the_time])
 def test_costs_are_those_of_a_quiet_machine(disturbance, target, monkeypatch):
     verify, draft = disturbance()
     script = Script(
@@ -304,7 +302,7 @@ def test_a_target_of_transformers_is_measured(monkeypatch):
 def decoded(target, maker) -> list[list[int]]:
     decoder = Decoder(target, maker(), budget=Budget(3))
     for seed, prompt in enumerate(PROMPTS):
-        decoder.admit(prompt, Sampling(max_tokens=20, temperature=1.0, seed=seed, ignore_eos=True))
+        decoder.admit(prompt, Sampling(max_tokens=12, temperature=1.0, seed=seed, ignore_eos=True))
     texts: dict[int, list[int]] = {}
     while decoder.num_running:
         for row in decoder.step().rows:

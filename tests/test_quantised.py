@@ -1,7 +1,5 @@
 """A quantised target: its texts do not depend on drafts, like those of any other model."""
 
-from itertools import product
-
 import pytest
 import torch
 
@@ -25,7 +23,6 @@ from draftwing.models.lean import LeanTarget
 from draftwing.models.linear import Linear
 from draftwing.sampling import Sampling
 from draftwing.stats import Stats
-from pairwise import cover, groups_of
 from processors import can_int8
 
 pytestmark = pytest.mark.skipif(not can_int8(), reason="this CPU multiplies no 8-bit integers exactly")
@@ -35,13 +32,12 @@ in_pytorch = pytest.mark.skipif(
 VOCAB = SMALL["vocab_size"]
 PROMPTS = ((9,), (4, *range(3, 23)), (3, 8, 12, 5, 8, 12))
 SAMPLINGS = {"greedy": {"temperature": 0.0}, "t1": {"temperature": 1.0}}
-FAMILIES = ("llama", "llama-bias-tied", "mixtral", "qwen3")
 
 
 def decode(target, kind, rows, drafter=None, budget=None):
     decoder, texts, stats = Decoder(target, drafter, "match", budget), {}, Stats()
     for row in rows:
-        sampling = Sampling(max_tokens=16, seed=10 + row, ignore_eos=True, **SAMPLINGS[kind])
+        sampling = Sampling(max_tokens=10, seed=10 + row, ignore_eos=True, **SAMPLINGS[kind])
         texts[decoder.admit(list(PROMPTS[row]), sampling)] = ()
     while decoder.num_running:
         step = decoder.step()
@@ -67,24 +63,17 @@ DRAFTERS = {
 }
 
 
-FACTORS = {"family": FAMILIES, "kind": tuple(SAMPLINGS), "dtype": (torch.float32, torch.bfloat16)}
-CHOSEN = cover(FACTORS | {"family": ("llama-bias-tied", "mixtral")}, groups_of(FACTORS, 2))
-
-
 @in_pytorch
 @pytest.mark.parametrize(
-    tuple(FACTORS),
-    [pytest.param(*case, marks=() if case in CHOSEN else pytest.mark.full) for case in product(*FACTORS.values())],
-    ids=str,
+    ("family", "kind", "dtype"), [("llama-bias-tied", "t1", torch.float32), ("mixtral", "greedy", torch.bfloat16)]
 )
 def test_text_is_plain_decodings(family, kind, dtype, folder_of):
-    """Alone and in a ragged batch; each case takes half of the kinds of drafters, and its neighbours the other."""
-    turn = sum(list(values).index(value) for values, value in zip(FACTORS.values(), (family, kind, dtype), strict=True))
+    """Alone and in a ragged batch; each case takes half of the kinds of drafters."""
     folder = folder_of(family)
     target = LeanTarget.from_folder(folder, dtype, quantize="int8")
     plain = [decode(target, kind, [row])[0][0] for row in range(3)]
     assert decode(target, kind, range(3))[0] == plain
-    for name, (make, budget) in list(DRAFTERS.items())[turn % 2 :: 2]:
+    for name, (make, budget) in list(DRAFTERS.items())[family == "mixtral" :: 2]:
         texts, stats = decode(target, kind, range(3), make(folder, target), budget)
         assert texts == plain, name
         assert stats.num_drafted > 0
@@ -145,8 +134,7 @@ WIDE = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 96}
 
 
 @in_kernel
-@pytest.mark.parametrize("kind", SAMPLINGS)
-@pytest.mark.parametrize("width", [96, 72], ids=["blocks", "no-blocks"])
+@pytest.mark.parametrize(("kind", "width"), [("t1", 96), ("greedy", 72)], ids=["blocks", "no-blocks"])
 def test_text_in_4_bits_is_plain_decodings(width, kind, folder_of):
     folder = folder_of("llama", **{**WIDE, "intermediate_size": width})
     target = LeanTarget.from_folder(folder, quantize="q4")

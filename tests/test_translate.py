@@ -192,8 +192,10 @@ def folders(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("budget", [dw.Budget(3), dw.Budget(paths=((0,), (1,), (0, 0), (0, 0, 0)))])
-@pytest.mark.parametrize("options", [{}, {"draft": "lookup"}])
+@pytest.mark.parametrize(
+    ("budget", "options"),
+    [(dw.Budget(3), {"draft": "lookup"}), (dw.Budget(paths=((0,), (1,), (0, 0), (0, 0, 0))), {})],
+)
 def test_the_same_tokens_under_other_ids_are_all_accepted(folders, budget, options):
     sampling = {"max_tokens": 33, "seed": 3, "ignore_eos": True}
     plain, lm = (
