@@ -174,7 +174,7 @@ def in_process(tree: Path, test: str, output: Path) -> None:
     """Run a test of ``tree``, whose package comes before an installed one, and exit with pytest's status."""
     import pytest
 
-    os.setsid()  # what the test starts is killed with it
+    os.setsid()  # so that killpg reaches the processes of the test, too
     with output.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
