@@ -192,15 +192,11 @@ def folders(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize(
-    ("budget", "options"),
-    [(dw.Budget(3), {"draft": "lookup"}), (dw.Budget(paths=((0,), (1,), (0, 0), (0, 0, 0))), {})],
-)
-def test_the_same_tokens_under_other_ids_are_all_accepted(folders, budget, options):
+@pytest.mark.parametrize("budget", [dw.Budget(3), dw.Budget(paths=((0,), (1,), (0, 0), (0, 0, 0)))])
+def test_the_same_tokens_under_other_ids_are_all_accepted(folders, budget):
     sampling = {"max_tokens": 33, "seed": 3, "ignore_eos": True}
     plain, lm = (
-        dw.load(folders / "target", draft, dtype="float64", budget=budget, draft_options=more)
-        for draft, more in (("none", {}), (folders / "renumbered", options))
+        dw.load(folders / "target", draft, dtype="float64", budget=budget) for draft in ("none", folders / "renumbered")
     )
     for temperature in (0.0, 1.0):
         expected = plain.generate([[1, 70, 80]], temperature=temperature, **sampling)[0]
@@ -269,8 +265,6 @@ def test_what_needs_a_q_names_match(folders):
         dw.load(folders / "target", folders / "other", rule="speculative", budget=dw.Budget(3))
     with refused(ConfigError, "rule 'block'", "use rule='match'"):
         dw.load(folders / "target", f"{folders / 'other'}+lookup", rule="block", budget=dw.Budget(3))
-    with refused(ConfigError, "draft='lookup'", "a draft model with the target's tokenizer", "leave it out"):
-        dw.load(folders / "target", folders / "other", draft_options={"draft": "lookup"})
     with refused(TokenizerError, "vocabulary of 340, the target 300"):  # nothing says how its tokens are written
         load_drafter(folders / "other", load_target(folders / "target"), None)()
     renumbered = dw.load(folders / "target", folders / "renumbered", rule="speculative", budget=dw.Budget(3))

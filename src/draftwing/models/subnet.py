@@ -76,9 +76,17 @@ class Parts:
 
 @dataclass(eq=False)
 class PartNet:
-    """A ``Net`` with the target's dtype, device, rotation and LM head."""
+    """A ``Net`` with the target's vocabulary, dtype, device, rotation and LM head."""
 
     net: TappedNet
+
+    @property
+    def num_tokens(self) -> int:
+        return self.net.num_tokens
+
+    @property
+    def places(self) -> Tensor | None:
+        return self.net.places
 
     @property
     def dtype(self) -> torch.dtype:
