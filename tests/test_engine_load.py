@@ -117,7 +117,7 @@ def run_all(own, work, *, late=3, dice=None):
 
 def cases():
     """The main drafters by the kernel, one of them by PyTorch too; the rest is marked."""
-    few = [(name, FAMILIES[-1]) for name in NAMES] + [("eagle3-dynamic", "llama")]
+    few = [(name, FAMILIES[-1]) for name in (*NAMES, "medusa-rule")] + [("eagle3-dynamic", "llama")]
     for name in (*NAMES, *OTHERS):
         for family in FAMILIES:
             yield pytest.param(name, family, marks=() if (name, family) in few else pytest.mark.full)

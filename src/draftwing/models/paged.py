@@ -269,7 +269,8 @@ class PageTable:
         if self.num_available:
             page = self._take()
             for cache in self.caches:
-                pages = cache.data.view(*cache.data.shape[:4], -1, PAGE, cache.data.shape[5])
+                *outer, slots, width = cache.data.shape  # the width is 0 for a head without attention
+                pages = cache.data.view(*outer, slots // PAGE, PAGE, width)
                 put(pages[..., page, :, :], pages[..., source, :, :])
         self.release([source])
         return page
