@@ -128,8 +128,8 @@ def replace_ids(config):
 
 @pytest.mark.parametrize("family", ["qwen2", "mixtral", "gpt-oss", "glm"])
 def test_tensors_that_the_converter_fused(source_of, tmp_path, family):
-    """Adjacent pairs, biases, experts and biases of experts."""
-    source = source_of(family)
+    """Adjacent pairs, biases, experts and biases of experts; keys of half the queries' width, and of all."""
+    source = source_of(family, **({"num_key_value_heads": 4} if family == "qwen2" else {}))
     plain, fused = (write(source, tmp_path / f"{fuses}.gguf", is_fused=fuses) for fuses in (False, True))
     with GgufWeights(plain) as theirs, GgufWeights(fused) as ours:
         assert ours.keys() == theirs.keys()

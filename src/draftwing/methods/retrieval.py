@@ -166,12 +166,12 @@ class Memory:
         return sum(map(len, self.parts))
 
     def match(self, ending: Sequence[int], min_length: int, max_length: int) -> Match | None:
-        """Return the longest suffix of ``ending`` that is continued in any text, in all arrays that contain it."""
-        lengths = [(part, part.longest(ending, min_length, max_length)) for part in self.parts]
-        best = max((length for _, length in lengths), default=0)
+        """Return the longest suffix of ``ending`` that is continued in any text, and where, in all arrays."""
+        parts = self.parts  # another thread may replace them
+        best = max((part.longest(ending, min_length, max_length) for part in parts), default=0)
         if not best:
             return None
-        place: Place = tuple((part, part.place(ending[-best:])) for part, length in lengths if length == best)
+        place: Place = tuple((part, part.place(ending[-best:])) for part in parts)
         return Match(self, best, place)
 
     def followers(self, place: Place) -> list[Follower]:
