@@ -284,3 +284,6 @@ def test_known_best_tokens_leave_the_truth_as_it_is(version):
     torch.testing.assert_close(narrow.probs, whole.probs)
     for name in ("best", "last", "counts"):
         assert torch.equal(getattr(narrow, name), getattr(whole, name)), name
+    drafted = range(VOCAB) if net.target_ids is None else DRAFT_IDS.tolist()
+    places = {token: place for place, token in enumerate(drafted)}
+    assert narrow.best.tolist() == [[places.get(token, -1) for token in row] for row in known.best.tolist()]
