@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -128,7 +128,9 @@ def run(mutants: list[Mutant], folder: Path, jobs: int) -> int:
 
     width, bad = len(str(len(mutants))), []
     with ThreadPoolExecutor(jobs) as pool:
-        for number, result in enumerate(pool.map(one, mutants), 1):
+        running = [pool.submit(one, mutant) for mutant in mutants]
+        for number, future in enumerate(as_completed(running), 1):
+            result = future.result()
             print(f"{number:{width}}/{len(mutants)}  {result.status:<15} {result.seconds:5.1f} s  {result.mutant.name}")
             sys.stdout.flush()
             if result.status != "killed":
