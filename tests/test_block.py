@@ -467,6 +467,7 @@ def dspark_distribution(net, head, x, before):
 def test_dsparks_loss_is_the_papers(small, folder_of):
     """Each place with the token before it; its confidence is the overlap of its distribution with the target's."""
     net = new_net("dspark", small, folder_of("llama", head_dim=32), num_layers=1, unroll_steps=3, rank=6)
+    net.head_after.weight.data.mul_(20)  # so that the token before matters
     found, head = scored(small, net), small.head.weight.float()
     loss = get_method("dspark").loss(net, OBJECTIVES["dflash"], 3).eval()
     sums, wanted = loss(found, Truth.of(found, small.head, None, torch.float32)), []

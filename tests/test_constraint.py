@@ -153,7 +153,7 @@ def decode(target, drafter, requests, budget=None, rule="match"):
 
 def requests_of(kind: str):
     """One under a constraint, one that must not end soon, one that is free."""
-    kinds = ("t1", "greedy", "top-p", "penalties") if kind == "mixed" else (kind,) * 4
+    kinds = ("t1", "penalties", "top-p", "greedy") if kind == "mixed" else (kind,) * 4
     one, two, three, four = ({"max_tokens": 20, **SAMPLINGS[each]} for each in kinds)
     return [
         (PROMPTS[0], Sampling(seed=1, **one), Rhymes()),

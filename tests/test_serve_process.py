@@ -88,14 +88,16 @@ def pause(served, monkeypatch):
 @pytest.mark.usefixtures("pause")
 def test_who_goes_away_leaves_nothing_behind(served):
     url, worker = served
-    with HTTP.stream("POST", f"{url}/v1/completions", json=LONG) as answer:
+    longer = {**LONG, "max_tokens": 700}
+    with HTTP.stream("POST", f"{url}/v1/completions", json=longer) as answer:
         next(answer.iter_lines())
         assert worker.num_open == 1
-    cancelled = 'draftwing_requests_total{finished_reason="cancelled",model_name="tiny"} 1.0'
-    until(lambda: cancelled in HTTP.get(f"{url}/metrics").text)
+    cancelled = 'draftwing_requests_total{finished_reason="cancelled",model_name="tiny"}'
+    until(lambda: f"{cancelled} 1.0" in HTTP.get(f"{url}/metrics").text)
     with pytest.raises(httpx.ReadTimeout):
-        HTTP.post(f"{url}/v1/completions", json={**LONG, "stream": False}, timeout=httpx.Timeout(PATIENT, read=0.2))
-    until(lambda: worker.num_open == 0)
+        HTTP.post(f"{url}/v1/completions", json={**longer, "stream": False}, timeout=httpx.Timeout(PATIENT, read=0.2))
+    until(lambda: f"{cancelled} 2.0" in HTTP.get(f"{url}/metrics").text)
+    assert worker.num_open == 0
     check_engine(worker.engine)
 
 
