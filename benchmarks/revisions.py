@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -105,7 +106,7 @@ def main(
         for cache in caches:
             cache.mkdir(mode=0o700)
         latest = ""
-        with progress("processes", lambda: latest) as show:
+        with suppress(KeyboardInterrupt), progress("processes", lambda: latest) as show:  # what was found is printed
             for done, plan in enumerate(plans * rounds):
                 show(2 * done, 2 * rounds * len(plans))
                 one = run(before, caches[0], plan)
