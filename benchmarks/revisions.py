@@ -106,7 +106,7 @@ def main(
         for cache in caches:
             cache.mkdir(mode=0o700)
         latest = ""
-        with suppress(KeyboardInterrupt), progress("processes", lambda: latest) as show:  # what was found is printed
+        with suppress(KeyboardInterrupt), progress("processes", lambda: latest) as show:  # print what there is
             for done, plan in enumerate(plans * rounds):
                 show(2 * done, 2 * rounds * len(plans))
                 one = run(before, caches[0], plan)
