@@ -541,14 +541,14 @@ def _read_ends(reader: Reader, config: ModelConfig, rows: Tensor | None) -> tupl
     """
     size, name, is_tied = (config.vocab_size, config.hidden_size), "model.embed_tokens", config.tie_word_embeddings
     inputs, outputs = (None, None) if rows is None else (rows.clamp(min=0), rows[rows >= 0])
-    head = reader.linear([name if is_tied else "lm_head"], [size[0]], size[1], is_head=True, rows=outputs)
     is_one = is_tied and rows is None
-    if is_one and reader.layout.runs == "kernel" and not head.quantized:
-        embedding = Embedding(head.packed[0])
-    elif is_one and head.weight.numel():
-        embedding = Embedding(head.weight.detach())
+    if is_one and reader.layout.runs != "kernel":
+        embedding = reader.embedding(f"{name}.weight", *size)
+        head = Linear(embedding.plain()).lay_out(reader.layout)
     else:
-        embedding = reader.embedding(f"{name}.weight", *size, inputs)
+        head = reader.linear([name if is_tied else "lm_head"], [size[0]], size[1], is_head=True, rows=outputs)
+        is_shared = is_one and not head.quantized
+        embedding = Embedding(head.packed[0]) if is_shared else reader.embedding(f"{name}.weight", *size, inputs)
     if is_tied:
         reader.used.add("lm_head.weight")  # some folders save the shared matrix twice
     head.scale, head.cap = config.logit_scale, config.logit_cap
