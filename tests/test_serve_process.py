@@ -121,6 +121,19 @@ def test_who_does_not_read_holds_nobody_up_and_others_are_told_to_wait(served, p
     until(lambda: worker.num_open == 0)
 
 
+def hold_texts(monkeypatch):
+    """Make engines wait after each step until the event that this returns is set."""
+    steps, may_go_on = Engine.steps, threading.Event()
+
+    def held(engine):
+        for step in steps(engine):
+            yield step
+            assert may_go_on.wait(PATIENT)
+
+    monkeypatch.setattr(Engine, "steps", held)
+    return may_go_on
+
+
 def is_draining(url):
     answer = HTTP.get(f"{url}/health")
     return answer.status_code == 503 and answer.json()["status"] == "draining"
@@ -128,14 +141,9 @@ def is_draining(url):
 
 def test_sigterm_finishes_what_is_here_and_refuses_what_is_new(folder, monkeypatch):
     """A text that is written, three chats that are being parsed, and one whose body has arrived in part."""
-    text_goes_on, chats_go_on, body_goes_on = (threading.Event() for _ in range(3))
-    steps, parse, port = Engine.steps, serve_app.parse_chat, free_port()
+    text_goes_on, chats_go_on, body_goes_on = hold_texts(monkeypatch), threading.Event(), threading.Event()
+    parse, port = serve_app.parse_chat, free_port()
     url, keys = f"http://127.0.0.1:{port}", {"authorization": "Bearer secret"}
-
-    def held(engine):
-        for step in steps(engine):
-            yield step
-            assert text_goes_on.wait(PATIENT)
 
     def parse_later(*args):
         assert chats_go_on.wait(PATIENT)
@@ -176,7 +184,6 @@ def test_sigterm_finishes_what_is_here_and_refuses_what_is_new(folder, monkeypat
             os.kill(os.getpid(), signal.SIGTERM)
             raise
 
-    monkeypatch.setattr(Engine, "steps", held)
     monkeypatch.setattr(serve_app, "parse_chat", parse_later)
     monkeypatch.setenv("DRAFTWING_API_KEY", "secret")
     args = ["serve", "--target", folder, "--draft", "lookup", "--tree", "chain:2", "--port", port, "--name", "tiny"]
@@ -296,15 +303,8 @@ def graceful(folder, patience=30.0, **limits):
 
 
 def test_patience_ends(folder, monkeypatch):
-    """What is unfinished then is told so, and the server ends by itself."""
-    steps, may_go_on = Engine.steps, threading.Event()
-
-    def held(engine):
-        for step in steps(engine):
-            yield step
-            assert may_go_on.wait(PATIENT)
-
-    monkeypatch.setattr(Engine, "steps", held)
+    """Unfinished answers end with an error message, and the server exits."""
+    may_go_on = hold_texts(monkeypatch)
     with graceful(folder, patience=0.0) as (server, address):
         with HTTP.stream("POST", f"http://127.0.0.1:{address[1]}/v1/completions", json=LONG) as answer:
             lines = answer.iter_lines()
