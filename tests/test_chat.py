@@ -414,7 +414,7 @@ def test_a_conversation_in_a_terminal(terminal, target, tmp_path):
     terminal.until("accepted at once: 1 2 3 4\\+\n.*> ")
     terminal.type("/frobnicate\n")
     terminal.until("error: there is no command '/frobnicate'[^>]*> ")  # what is typed before a prompt is echoed twice
-    terminal.type("\x1b[200~a = 1\nb = 2\x1b[201~\n")  # what is pasted is one question
+    terminal.type("\x1b[200~a = 1\nb = 2\x1b[201~\n")  # a pasted text is one question
     terminal.until("b = 2\n")
     terminal.until("[^\n]{3}")  # it talks
     terminal.type("\x03")

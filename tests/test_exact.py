@@ -878,7 +878,7 @@ def test_the_distribution_of_the_text_through_the_decoder(rule, drafter, lab):
     """Chi-square of the first two tokens over many seeds: the q that a drafter hands over is the one it drew from."""
     here, num_seeds = lab("llama" if rule == "block" else INT8), 300
     settings = {"temperature": 1.0, "top_k": 3, "max_tokens": 3, "ignore_eos": True}
-    prompt = list(here.plain("t1", 1)[:1])  # of a text that the head was trained on: it is right now and then
+    prompt = list(here.plain("t1", 1)[:1])  # from a training text of the head: some of its drafts are right
     requests = [(prompt, Sampling(seed=seed, **settings)) for seed in range(num_seeds)]
     made = DRAFTERS[drafter].make(here, "t1")
     texts, stats = run(here.target, requests, made, CLASSIC.get(rule, Budget(3, 2)), rule)

@@ -181,7 +181,7 @@ def test_our_own_folder_comes_back_as_it_was(tmp_path, variant, dtype):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_layout_there_and_back(tmp_path, variant):
-    """What is read back from any layout is the very head: so is then what any other layout is written from.
+    """Reading a layout gives the head that was written, so converting the folder writes the same files again.
 
     A layout that cannot express the head names the reason.
     """

@@ -311,7 +311,7 @@ def test_decoders_share_what_is_learnt(folder_of):
     meanwhile.append((target, other))
     assert learner.learn([], Tally(), 0.0)  # while the other one decodes
     assert learner.num_updates == 0
-    assert 4 < len(other.stretches) <= learner.pace.ring  # of both texts
+    assert 4 < len(other.stretches) <= learner.pace.ring  # the stretches of both texts
     other.learn()
     assert learner.num_updates == 1
     assert other.stretches == []
