@@ -315,6 +315,20 @@ def test_the_folder_is_made_once_and_anew_for_another_file(source_of, tmp_path):
         open_weights(folder)
 
 
+def test_a_damaged_folder_is_written_again(source_of, tmp_path):
+    file = write(source_of(), tmp_path / "m.gguf")
+    folder = open_gguf(file)
+    whole = {path.name: path.read_bytes() for path in folder.iterdir() if not path.is_symlink()}
+    for name, content in whole.items():
+        for damage in (b"", content[: len(content) // 2], bytes([content[0] ^ 1]) + content[1:]):
+            (folder / name).write_bytes(damage)
+            assert open_gguf(file) == folder
+            assert (folder / name).read_bytes() == content
+    (folder / "model.gguf").unlink()
+    (folder / "model.gguf").symlink_to(tmp_path / "other.gguf")
+    assert link_of(open_gguf(file)) == file
+
+
 def test_folders_of_files_that_are_gone_go_with_the_next_new_one(source_of, tmp_path):
     gone, there = write(source_of(), tmp_path / "gone.gguf"), write(source_of(), tmp_path / "there.gguf")
     old, kept = open_gguf(gone), open_gguf(there)
@@ -353,7 +367,7 @@ def test_many_make_one_folder(source_of, tmp_path, monkeypatch):
         thread.join()
     assert len(found) == 8
     assert len(set(found)) == 1
-    files = "config.json generation_config.json model.gguf tokenizer.json tokenizer_config.json"
+    files = "config.json files.sha256 generation_config.json model.gguf tokenizer.json tokenizer_config.json"
     assert sorted(path.name for path in found[0].iterdir()) == files.split()
     assert not [path for path in found[0].parent.iterdir() if path.name.startswith(".")]
 

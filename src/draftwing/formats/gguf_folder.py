@@ -29,13 +29,14 @@ from draftwing.formats.gguf import ADVICE, GgufFile, Metadata, is_gguf, open_fil
 from draftwing.formats.gguf_tokenizer import end_ids, special_id, tokenizer_config, tokenizer_json
 from draftwing.models.config import ModelConfig
 from draftwing.models.families import FAMILIES, ExpertTraits, Family, Key
-from draftwing.storage import new_folder, private_folder
+from draftwing.storage import check_regular, new_folder, private_folder
 
 LINK = "model.gguf"
 OWN_KEY = "draftwing.config"  # metadata with the ``draftwing`` part of a head's config, as JSON
 _FORM = 3  # version of the written files: a higher one replaces all folders
 _HASHED_BYTES = 1 << 16  # the start of a file identifies it, together with its path, size and time
 _FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+_DIGEST = "files.sha256"  # of the contents of ``_FILES``: a damaged folder is written again
 _CONVERT_AGAIN = "Convert the model again."
 _WIDTH = Key("intermediate_size", 0)
 
@@ -107,6 +108,7 @@ def _make_folder(base: Path, name: str, path: Path) -> Path:
     with new_folder(final) as partial:
         for file_name, text in files.items():
             (partial / file_name).write_text(text, encoding="utf-8")
+        (partial / _DIGEST).write_text(_digest(partial), encoding="utf-8")
         try:
             os.symlink(path, partial / LINK)
         except OSError:  # Windows allows it to few users
@@ -127,9 +129,17 @@ def _prune(base: Path) -> None:
 
 def _is_complete(folder: Path, path: Path) -> bool:
     try:
-        return (folder / LINK).samefile(path) and all((folder / name).is_file() for name in _FILES)
+        return (folder / LINK).samefile(path) and (folder / _DIGEST).read_bytes() == _digest(folder).encode()
     except OSError:
         return False
+
+
+def _digest(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for name in _FILES:
+        check_regular(folder / name)
+        digest.update((folder / name).read_bytes())
+    return digest.hexdigest()
 
 
 # --- architectures ---------------------------------------------------------------------------------------------------
