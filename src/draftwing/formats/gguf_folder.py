@@ -36,7 +36,7 @@ OWN_KEY = "draftwing.config"  # metadata with the ``draftwing`` part of a head's
 _FORM = 3  # version of the written files: a higher one replaces all folders
 _HASHED_BYTES = 1 << 16  # the start of a file identifies it, together with its path, size and time
 _FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
-_DIGEST = "files.sha256"  # of the contents of ``_FILES``: a damaged folder is written again
+_DIGEST = "files.sha256"  # SHA-256 over ``_FILES``: a damaged folder is written again
 _CONVERT_AGAIN = "Convert the model again."
 _WIDTH = Key("intermediate_size", 0)
 
