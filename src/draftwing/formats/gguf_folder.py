@@ -51,9 +51,10 @@ def open_gguf(path: Path) -> Path:
         with private_folder() as cache:
             base = cache.path / "gguf"
             base.mkdir(mode=0o700, exist_ok=True)
-            if not _is_complete(base / name, path):
-                with cache.locked("gguf.lock"):
-                    _prune(base)
+            if _is_complete(base / name, path):
+                return base / name
+            with cache.locked("gguf.lock"):
+                _prune(base)
             return _make_folder(base, name, path)
     except OSError:  # the cache cannot be written
         if name not in _temporary:
