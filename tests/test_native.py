@@ -122,25 +122,39 @@ def drawn(scores: torch.Tensor, seed: int = -1) -> tuple[int, bool]:
 
 
 @pytest.mark.parametrize(
-    "equals", [(5, 16), (16, 5), (0, 16), (15, 16), (5, 21, 40), (30, 33), (47, 48), (17, 2), (52, 60)], ids=str
+    "equals",
+    [(5, 16), (16, 5), (0, 16), (15, 16), (5, 21, 40), (31, 32), (127, 128), (129, 2), (255, 256), (256, 300)],
+    ids=str,
 )
 def test_the_lowest_of_equal_scores_is_drawn(equals):
-    """At any place in the vectors of 16 lanes, and after the last whole vector."""
-    scores = torch.zeros(61)
+    """At any place in the blocks of 128 scores, and after the last whole block."""
+    scores = torch.zeros(301)
     scores[list(equals)] = 1.0
     assert drawn(scores) == (min(equals), True)
     assert int(scores.argmax()) == min(equals)
 
 
-@pytest.mark.parametrize("place", [0, 5, 16, 47, 48, 60])
+@pytest.mark.parametrize("place", [0, 5, 16, 47, 127, 128, 303, 304, 310])
 @pytest.mark.parametrize("seed", [-1, 3])
 def test_scores_that_are_not_finite_are_reported(place, seed):
     """NaN is found by comparing a number with itself; infinity is not."""
     for bad, expected in ((math.inf, (place, False)), (math.nan, (place, False)), (1e30, (place, True))):
-        scores = torch.zeros(61)
+        scores = torch.zeros(311)
         scores[place] = bad
         assert drawn(scores, seed) == expected
-    assert drawn(torch.full((61,), -math.inf), seed)[1] is False
+    assert drawn(torch.full((311,), -math.inf), seed)[1] is False
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 129, 1000, 20_011])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 10.0])
+def test_the_highest_score_under_noise_is_drawn(vocab, spread):
+    """The kernel computes noise only where an upper bound of it might win: never may another token win."""
+    noise, generator = KeyedNoise(vocab), torch.Generator().manual_seed(vocab)
+    for seed in range(50):
+        scores = torch.randn(vocab, generator=generator) * spread
+        scores[torch.rand(vocab, generator=generator) < 0.1] = -math.inf
+        scores[0] = 0.0
+        assert drawn(scores, seed) == (int((scores + noise.at(seed, 0)).argmax()), True)
 
 
 @pytest.mark.parametrize("bit", [0, 15, 16, 17, 31, 32, 33, 47, 48, 62])

@@ -103,26 +103,27 @@ void branch(const Draft& draft, int row, int level, const float* logits, Tree& t
     const int vocab = draft.vocab_size;
     const float temperature = draft.temperatures[row];
     const auto held = draft.noise->hold();
-    const float* noise = draft.seeds[row] < 0 ? nullptr : draft.noise->at(draft.seeds[row], draft.starts[row] + level);
+    const bool is_drawn = draft.seeds[row] >= 0;
     if (temperature > 0.0f) {
         float* scores = draft_scores.get<float>(vocab);
         for (int i = 0; i < vocab; ++i) scores[i] = logits[i] / temperature;
-        const bool is_scaled = noise != nullptr && draft.scale != 1.0f;
         const Filter filter{temperature, draft.top_k[row], draft.top_p[row], draft.min_p[row]};
-        const float cut = cut_of<false>(filter, scores, vocab);
-        for (int i = 0; i < vocab && is_scaled; ++i) scores[i] = scores[i] < cut ? -INFINITY : scores[i] * draft.scale;
-        const float least = is_scaled ? -INFINITY : cut;  // lower scores have been masked above
-        for (int i = 0; i < vocab; ++i)
-            scores[i] = scores[i] < least ? -INFINITY : scores[i] + (noise == nullptr ? 0.0f : noise[i]);
+        const float cut = cut_of<false>(filter, scores, vocab), scale = is_drawn ? draft.scale : 1.0f;
+        if (filter.cuts() || scale != 1.0f)
+            for (int i = 0; i < vocab; ++i) {
+                const float scaled = scores[i] * scale;
+                scores[i] = scores[i] < cut ? -INFINITY : scaled;
+            }
         logits = scores;
     }
     const bool weighs = draft.num_knots > 0 || draft.width > 1;
-    const int wanted = weighs && noise != nullptr && draft.width < NUM_COMPARED ? NUM_COMPARED : draft.width;
+    const int wanted = weighs && is_drawn && draft.width < NUM_COMPARED ? NUM_COMPARED : draft.width;
     int* ids = draft_best.get<int>(2 * static_cast<size_t>(wanted));
     float* values = reinterpret_cast<float*>(ids + wanted);
-    const int found = top_of(logits, vocab, wanted, ids, values);
+    const int found = is_drawn ? top_of(NoisyScores{logits, draft.noise->at(draft.seeds[row], draft.starts[row] + level)}, vocab, wanted, ids, values)
+                               : top_of(PlainScores{logits}, vocab, wanted, ids, values);
     float sharpness = 1.0f, whole = 1.0f;
-    if (weighs && noise != nullptr) {
+    if (weighs && is_drawn) {
         sharpness = draft.sharpness, whole = 0.0f;
         for (int i = 0; i < found && i < NUM_COMPARED; ++i) whole += std::exp(sharpness * (values[i] - values[0]));
         whole /= draft.hit_rate;

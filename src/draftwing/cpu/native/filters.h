@@ -18,34 +18,43 @@ struct Filter {  // of one row
     bool changes() const { return temperature > 0.0f && (temperature != 1.0f || cuts()); }
 };
 
+constexpr int TOP_STEP = 32;  // scores that `top_of` asks for at a time, a multiple of NOISE_STEP
+
+struct PlainScores {
+    const float* scores;
+
+    v16 bound(int i) const { return load(scores + i); }
+    const float* at(int first, int) const { return scores + first; }
+};
+
 // Finds the best scores in descending order, equal ones by id, without NaN and -inf; returns their number, at most `count`.
-int top_of(const float* scores, int size, int count, int* ids, float* values) {
-    constexpr int BLOCK = 128;
+// Asks for the upper bounds of all scores, and for those scores that may be among the best.
+template <typename S> int top_of(S scores, int size, int count, int* ids, float* values) {
+    constexpr int BLOCK = 4 * TOP_STEP;
     int found = 0;
     float floor = -INFINITY;  // a score must exceed this to be among them
-    const auto look_at = [&](int id) {
-        const float score = scores[id];
-        if (!(score > floor)) return;
-        int place = found < count ? found++ : count - 1;
-        for (; place > 0 && score > values[place - 1]; --place) values[place] = values[place - 1], ids[place] = ids[place - 1];
-        values[place] = score, ids[place] = id;
-        if (found == count) floor = values[count - 1];
+    const auto bounds_exceed = [&](int first, int num) __attribute__((always_inline)) {
+        v16 most = spread(-INFINITY);
+        for (int i = first; i < first + num; i += 16) most = larger(scores.bound(i), most);  // skips NaN
+        return any_above(most, floor);
+    };
+    const auto look_at = [&](int first, int num) {
+        const float* own = scores.at(first, num);
+        for (int i = 0; i < num; ++i) {
+            if (!(own[i] > floor)) continue;
+            int place = found < count ? found++ : count - 1;
+            for (; place > 0 && own[i] > values[place - 1]; --place) values[place] = values[place - 1], ids[place] = ids[place - 1];
+            values[place] = own[i], ids[place] = first + i;
+            if (found == count) floor = values[count - 1];
+        }
     };
     int start = 0;
     for (; start + BLOCK <= size; start += BLOCK) {
-        v16 lanes = load(scores + start);
-        for (int i = 16; i < BLOCK; i += 16) {
-            const v16 part = load(scores + start + i);
-            lanes = select(part > lanes, part, lanes);
-        }
-        float top = -INFINITY;
-        for (int lane = 0; lane < 16; ++lane) top = lanes[lane] > top ? lanes[lane] : top;
-        bool may = top > floor;
-        for (int lane = 0; lane < 16; ++lane) may |= lanes[lane] != lanes[lane];  // a comparison with NaN may have hidden a score
-        if (may)
-            for (int id = start; id < start + BLOCK; ++id) look_at(id);
+        if (!bounds_exceed(start, BLOCK)) continue;
+        for (int first = start; first < start + BLOCK; first += TOP_STEP)
+            if (bounds_exceed(first, TOP_STEP)) look_at(first, TOP_STEP);
     }
-    for (; start < size; ++start) look_at(start);
+    for (; start < size; start += TOP_STEP) look_at(start, std::min(TOP_STEP, size - start));
     return found;
 }
 
@@ -98,7 +107,7 @@ template <bool EXACT> float cut_of(const Filter& filter, const float* scores, in
     if (!filter.cuts()) return -INFINITY;
     static thread_local int ids[NUM_FILTERED];
     static thread_local float values[NUM_FILTERED];
-    const int wanted = k > 0 && k < NUM_FILTERED ? k : NUM_FILTERED, found = top_of(scores, vocab, wanted, ids, values);
+    const int wanted = k > 0 && k < NUM_FILTERED ? k : NUM_FILTERED, found = top_of(PlainScores{scores}, vocab, wanted, ids, values);
     if (found == 0) return -INFINITY;
     const float floor = least > 0.0f ? values[0] + std::log(least) : -INFINITY;
     const bool is_whole = k == 0 || k > NUM_FILTERED, is_far = is_whole && k > 0;

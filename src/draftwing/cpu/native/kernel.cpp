@@ -30,11 +30,9 @@ NoiseStore* draftwing_noise_new(int64_t vocab, int64_t capacity) { return new No
 
 void draftwing_noise_free(NoiseStore* store) { delete store; }
 
-// Copies the noise of `count` positions from `position` on: (count, vocab).
-void draftwing_noise_copy(NoiseStore* store, int64_t seed, int64_t position, int64_t count, float* out) {
-    const auto turn = store->turn();
-    for (int64_t i = 0; i < count; ++i)
-        memcpy(out + i * store->vocab, store->at(seed, position + i), store->vocab * sizeof(float));
+// Writes the noise of `count` positions from `position` on: (count, vocab).
+void draftwing_noise_copy(const NoiseStore* store, int64_t seed, int64_t position, int64_t count, float* out) {
+    for (int64_t i = 0; i < count; ++i) gumbel(key_of(Place{seed, position + i}), 0, store->vocab, out + i * store->vocab);
 }
 
 // `accept.match`: descends in every row's tree along the tokens that the target draws.

@@ -346,6 +346,16 @@ ALWAYS_INLINE int32_t largest_of(const i16& lanes) {
 #endif
 }
 
+ALWAYS_INLINE bool any_above(const v16& lanes, float floor) {
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)lanes, _mm512_set1_ps(floor), _CMP_GT_OQ) != 0;
+#else
+    bool found = false;
+    for (int i = 0; i < 16; ++i) found |= lanes[i] > floor;
+    return found;
+#endif
+}
+
 ALWAYS_INLINE int32_t sum_of(const i16& lanes) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_epi32((__m512i)lanes);
