@@ -284,6 +284,16 @@ def test_a_change_is_noticed_in_the_middle_of_a_request():
     assert arms.play(900)[600:].count(3) > 250  # and return when they pay again
 
 
+def test_a_machine_that_has_become_faster_shows_in_the_baseline_too():
+    """Drafts that lose are not kept because the baseline was last timed while the machine was slow."""
+    arms = Arms([0.4, 0.36, 0.3, 0.3])
+    arms.play(100)
+    arms.speeds = [0.4, 0.5, 0.3, 0.3]
+    assert arms.play(100).count(1) > 50
+    arms.speeds = [1.0, 0.9, 0.75, 0.75]
+    assert arms.play(300).count(0) > 200
+
+
 def test_probes_read_the_cold_first_draft_and_one_more():
     arms = Arms([1.0, 0.3, 0.3, 0.95])
     played = arms.play(2000)

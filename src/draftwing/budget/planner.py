@@ -9,7 +9,8 @@ nodes are chosen while it grows by their expected worth (``GrowthRule``: observe
 2. **Exploitation.** The arm with the highest mean of predicted and measured speed is played.
 3. **Probes.** At intervals that double while nothing changes, the arm with the highest upper confidence bound is tried,
    if that bound exceeds the speed of the best arm. Bounds widen with the time since an arm was played, so slow arms are
-   tried rarely but not never.
+   tried rarely but not never. Every other probe plays the baseline: all predictions are relative to it, and the machine's
+   speed changes.
 4. **Requests.** A new request keeps all that was learned about the machine, but little of the arms' speeds in earlier
    requests, and probes soon.
 
@@ -94,6 +95,7 @@ class Bandit:
         self.best = self.current = BASELINE
         self.is_probing = False
         self.steps, self.interval, self.next_probe = 0, CONFIG.first_interval, CONFIG.first_interval
+        self.last_choice = 0  # step at which a probe was last considered
 
     def choose(self, speedups: Sequence[float]) -> int:
         """Return the arm of the next step.
@@ -120,9 +122,9 @@ class Bandit:
         if best != self.best:
             self.best, self.is_probing, self.interval = best, False, CONFIG.first_interval
             self.next_probe = self.steps + self.interval
-        if self.is_probing:
+        if self.is_probing and self.steps < self.next_probe:
             return self.current
-        self.current = self.best
+        self.current, self.is_probing = self.best, False
 
         if self.steps >= self.next_probe:  # try the other arm with the highest bound, if it may be the fastest
             bounds = {
@@ -131,6 +133,9 @@ class Bandit:
                 if index != self.best
             }
             probed = max(bounds, key=bounds.__getitem__)
+            if self.best != BASELINE and baseline.last_step < self.last_choice:
+                probed, bounds[BASELINE] = BASELINE, math.inf
+            self.last_choice = self.steps
             if bounds[probed] > speeds[self.best]:
                 self.current, self.is_probing = probed, True
                 self.interval = min(2 * self.interval, CONFIG.last_interval)
@@ -138,7 +143,7 @@ class Bandit:
         return self.current
 
     def add(self, seconds: float, tokens: float, predicted: float) -> None:
-        """Count a step of the current arm. A probe continues while its steps would be worth a change of arms."""
+        """Count a step of the current arm. A probe continues, until the next one, while it is worth a change of arms."""
         arm = self.arms[self.current]
         arm.add(seconds, tokens, predicted, self.steps)
         baseline = self.arms[BASELINE]
