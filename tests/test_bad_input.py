@@ -106,6 +106,8 @@ def fill_row(value):
 
 NOT_FINITE = ("layers.2.self_attn.k_proj.weight", "32 of 512", "NaN or infinite", "Download")
 NO_TOKENIZER = ("no tokenizer can be read", "put the model's tokenizer.json next to")
+NO_TOKENS = ("the tokens that tokenizer_config.json", "adds cannot be read", "download these files again")
+NO_SETTING = ("generation_config.json: `", "must be a number, found", "correct it, or download the file again")
 NO_GENERATION_CONFIG = ("generation_config.json: expected", "JSON", "Download it again")
 NO_EOS = ("`eos_token_id` must be a token id below 300", "found", "correct it, or download")
 DEEP = '{"a":' * 100_000
@@ -160,7 +162,22 @@ SPIRAL = {"rope_type": "spiral", "rope_theta": 1e4}
             (pipe(name), CheckpointError, (f"{name} is not a regular file", "Check the file"))
             for name in ("config.json", "generation_config.json", "tokenizer.json", "model.safetensors")
         ),
-        (without_tokens, TokenizerError, ("the tokenizer has no tokens", "put the model's tokenizer.json")),
+        (without_tokens, TokenizerError, ("tokenizer.json: the tokenizer has no tokens", "download it again")),
+        *(
+            (write("tokenizer.json", content), TokenizerError, ("tokenizer.json: cannot be read (", "download it"))
+            for content in ("{}", "", "{", DEEP)
+        ),
+        *(
+            (write(name, "[1]"), TokenizerError, (f"{name}: expected a JSON object, found [1]", "download it again"))
+            for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+        ),
+        (write("added_tokens.json", '{"<x>": null, "<y>": 5}'), TokenizerError, NO_TOKENS),
+        (write("tokenizer_config.json", '{"added_tokens_decoder": {"x": {}}}'), TokenizerError, NO_TOKENS),
+        (write("tokenizer_config.json", '{"added_tokens_decoder": [1]}'), TokenizerError, NO_TOKENS),
+        (write("generation_config.json", '{"temperature": NaN}'), CheckpointError, NO_SETTING),
+        (write("generation_config.json", '{"top_p": 1e999}'), CheckpointError, NO_SETTING),
+        (write("generation_config.json", '{"top_k": "50"}'), CheckpointError, NO_SETTING),
+        (write("generation_config.json", '{"min_p": true}'), CheckpointError, NO_SETTING),
         (
             remove("model.safetensors"),
             CheckpointError,
@@ -185,7 +202,6 @@ SPIRAL = {"rope_type": "spiral", "rope_theta": 1e4}
         (fill_row(float("nan")), CheckpointError, NOT_FINITE),
         (fill_row(float("inf")), CheckpointError, NOT_FINITE),
         (remove("tokenizer.json"), TokenizerError, NO_TOKENIZER),
-        (write("tokenizer.json", "{}"), TokenizerError, NO_TOKENIZER),
     ],
 )
 def test_damaged_folders(damage, error, parts, folder):

@@ -29,6 +29,7 @@ from draftwing.shipped import TOY
 from draftwing.train.trainer import Progress as TrainProgress
 
 PROMPT = TEXTS[0]
+DISK_FULL = "[Errno 28] No space left on device: the disk is full: make room, or write elsewhere"
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +173,7 @@ def test_chat_templates(target, tmp_path):
     [
         (KeyboardInterrupt, 130, ""),
         (BrokenPipeError, 1, ""),
-        (OSError(errno.ENOSPC, "No space left on device"), 2, "error: [Errno 28] No space left on device\n"),
+        (OSError(errno.ENOSPC, "No space left on device"), 2, f"error: {DISK_FULL}\n"),
     ],
 )
 def test_an_interrupt_keeps_the_text_so_far_and_a_reader_that_is_gone_is_no_error(
@@ -298,6 +299,14 @@ def test_prompts_that_are_none(target, tmp_path, content):
     (tmp_path / "prompts.jsonl").write_bytes(content)
     for stdin, args in (content, []), (b"", ["--prompts", tmp_path / "prompts.jsonl"]):
         check_refused(run("generate", "-t", target, "-d", "none", "-n", 2, *args, stdin=stdin))
+
+
+@pytest.mark.parametrize("command", ["generate", "verify", "doctor"])
+def test_a_prompt_that_is_too_long_is_named(command, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "x"}\n\n' + json.dumps({"prompt": "x " * 9000}))
+    args = {"generate": ["-d", "none"], "verify": [], "doctor": [TOY / "eagle3"]}[command]
+    check_refused(run(command, *args, "-t", "toy", "--prompts", file), f"{file}, line 3: the prompt has 9002 tokens")
 
 
 def test_typical_with_lossy_says_so(target):
@@ -544,13 +553,15 @@ def test_arguments_that_are_not_utf_8():
     assert done.stderr.count(b"\n") == 1
 
 
-@pytest.mark.parametrize("way", ["list | true", "--version >&-", "list > /dev/full", "--version 2>&-"])
+@pytest.mark.parametrize(
+    "way", ["list | true", "--version >&-", "list >/dev/full", "--version >/dev/full", "--version 2>&-"]
+)
 def test_a_stdout_that_takes_nothing(way):
     done = shell(f"draftwing {way}; exit ${{PIPESTATUS[0]}}")
     assert done.returncode in ((2,) if "full" in way else (0, 1))
     assert b"Traceback" not in done.stderr
     assert b"Exception" not in done.stderr
-    assert done.stderr.startswith(b"error: ") == ("full" in way)
+    assert done.stderr.decode() == (f"error: {DISK_FULL}\n" if "full" in way else "")
 
 
 def test_every_draft_that_a_target_can_have(capsys):

@@ -290,7 +290,7 @@ def test_defaults_as_other_servers_read_them(content, expected, folder_of, tmp_p
     folder = chat_folder(folder_of, tmp_path_factory)
     (folder / "generation_config.json").write_text(json.dumps(content))
     lm = load(folder)
-    assert Defaults.for_model(lm, lm.engine()).sampling.get("top_k") == expected
+    assert Defaults.for_model(lm, lm.engine()).sampling.top_k == expected
 
 
 @pytest.mark.parametrize("content", [{"top_p": 0.0}, {"repetition_penalty": 0}, {"top_k": 1.5}, {"top_k": -2}], ids=str)

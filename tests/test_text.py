@@ -352,7 +352,7 @@ def test_only_a_newline_ends_a_prompt(end: str, tmp_path: Path) -> None:
     ("name", "content", "kind", "parts"),
     [
         ("a.txt", b"\xff", CheckpointError, ["a.txt: prompts cannot be read", "UTF-8"]),
-        ("a.txt", b" \n", PromptError, ["a.txt: there is no prompt in it"]),
+        ("a.txt", b" \n", PromptError, ["a.txt: there is no prompt in it", "give some text"]),
         ("a.jsonl", b"{", PromptError, ["a.jsonl, line 1: not JSON", "each line must be one object"]),
         ("a.jsonl", b"[" * 100_000, PromptError, ["a.jsonl, line 1: not JSON (it is nested too deep)"]),
         ("a.jsonl", b"[1]", PromptError, ["a.jsonl, line 1: expected an object with 'conversations'", "found [1]"]),
@@ -361,8 +361,8 @@ def test_only_a_newline_ends_a_prompt(end: str, tmp_path: Path) -> None:
         ("a.jsonl", b'{"turns": []}', PromptError, ["a.jsonl, line 1: there is no question in this dialogue"]),
         ("a.jsonl", b'{"prompt": ""}', PromptError, ["a.jsonl, line 1: the prompt is empty"]),
         ("a.jsonl", b'{"prompt": 3}', PromptError, ["line 1: expected a string under 'prompt', found int 3"]),
-        ("a.jsonl", b'{"prompt": "\\ud83d"}', PromptError, ["invalid character U+D83D", "give valid text"]),
-        ("a.jsonl", b'{"question": "\\ud83d"}', PromptError, ["invalid character U+D83D", "give valid text"]),
+        ("a.jsonl", b'{"prompt": "\\ud83d"}', PromptError, ["line 1: invalid character U+D83D", "give valid text"]),
+        ("a.jsonl", b'{"question": "\\ud83d"}', PromptError, ["line 1: invalid character U+D83D", "give valid text"]),
         ("a.json", b"{}", PromptError, ["a.json: expected a list of objects, found {}"]),
     ],
 )

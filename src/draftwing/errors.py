@@ -38,6 +38,11 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def reason(error: BaseException) -> str:
+    """Return an error's message on one line, or its class if it has none, such as EOFError."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 class DraftwingError(Exception):
     """The root: catch this to catch everything below."""
 

@@ -24,7 +24,7 @@ from draftwing.request import Request
 from draftwing.sampling import Sampling, nth_sampling, one_each, sampling_from
 from draftwing.stats import Logprob, Stats, Step
 from draftwing.text.grammar import GrammarLike, Grammars, as_grammar
-from draftwing.text.prompts import Prompt, as_list, check_prompt
+from draftwing.text.prompts import Prompt, as_list, check_prompt, located
 from draftwing.text.tokenizer import Tokenizer
 
 _ARGUMENTS = {
@@ -355,11 +355,11 @@ class LM:
         rows = 1 if len(listed) * n == 1 and max_batch is not None and max_batch > 1 else max_batch
         engine, reference_ids = self.engine(max_batch=rows), self._encode_references(references)
         limits: Any = {"speculation": speculation, "references": reference_ids, "constraint": self.constraint(grammar)}
-        requests = [
-            engine.submit(ids, nth_sampling(own, number), **limits)
-            for ids, own in zip([self.encode(prompt) for prompt in listed], samplings, strict=True)
-            for number in range(n)
-        ]
+        requests = []
+        for place, (prompt, own) in enumerate(zip(listed, samplings, strict=True), 1):
+            with located(f"prompt {place} of {len(listed)}" if len(listed) > 1 else ""):
+                ids = self.encode(prompt)
+                requests += [engine.submit(ids, nth_sampling(own, number), **limits) for number in range(n)]
         if on_step is None:
             engine.run()
         else:

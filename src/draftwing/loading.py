@@ -30,6 +30,7 @@ from draftwing.models.lora import read_adapter_config
 from draftwing.models.paged import PAGE, check_memory
 from draftwing.models.resolve import resolve
 from draftwing.models.target import Target
+from draftwing.sampling import model_settings
 from draftwing.storage import exists, read_json_object
 from draftwing.text.tokenizer import Tokenizer
 
@@ -211,6 +212,7 @@ def load_target(
     _check_end_tokens(folder / "config.json", config.get("eos_token_id"), model.vocab_size)
     file = folder / "generation_config.json"
     eos = read_json_object(file).get("eos_token_id") if file.exists() else None  # Llama 3 has three there
+    model_settings(folder)  # refuses NaN and other damage
     model.eos_ids = tuple(dict.fromkeys([*model.eos_ids, *_check_end_tokens(file, eos, model.vocab_size)]))
     return model
 

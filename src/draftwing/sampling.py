@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from draftwing.checks import MAX_BATCH, listed, pairs
-from draftwing.errors import ConfigError, SamplingError, shown
+from draftwing.errors import CheckpointError, ConfigError, SamplingError, shown
 from draftwing.noise import Filters, KeyedNoise, hash_bits
-from draftwing.storage import read_json
+from draftwing.storage import read_json_object
 from draftwing.tree import DraftTree
 
 
@@ -506,17 +506,35 @@ _OTHER_NAMES = {
 
 
 def model_settings(folder: Path) -> dict[str, Any]:
-    """Return the sampling settings of a model's ``generation_config.json``; {} without one."""
+    """Return the sampling settings of a model's ``generation_config.json``; {} without one.
+
+    Raises CheckpointError if one is no number. Ranges are only checked when the settings are used: see ``sampling_of``.
+    """
     file = folder / "generation_config.json"
-    config = read_json(file) if file.exists() else {}
+    config = read_json_object(file) if file.exists() else {}
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     settings = {name: config[name] for name in names if config.get(name) is not None}
+    for name, value in settings.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise CheckpointError(
+                f"{file}: `{name}` must be a number, found {shown(value)}: correct it, or download the file again"
+            )
     top_k = settings.get("top_k")
     if top_k in (0, -1):  # all tokens, in transformers and in vLLM
         del settings["top_k"]
     elif isinstance(top_k, float) and top_k.is_integer():
         settings["top_k"] = int(top_k)
     return settings
+
+
+def sampling_of(folder: Path) -> Sampling:
+    """Return a model's own sampling; without ``generation_config.json``, temperature is 1. Raises SamplingError."""
+    try:
+        return Sampling(**{"temperature": 1.0, **model_settings(folder)})
+    except SamplingError as error:
+        raise SamplingError(
+            f"{folder}/generation_config.json: {error}: correct it, or remove it for the default"
+        ) from error
 
 
 def nth_seed(seed: int, number: int) -> int:

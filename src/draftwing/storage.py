@@ -124,7 +124,16 @@ def writing(path: Path, problem: type[DraftwingError] = CheckpointError, note: s
     except Exception as error:  # torch.save raises RuntimeError for a full disk, safetensors its SafetensorError
         if not isinstance(error, OSError | RuntimeError) and type(error).__name__ != "SafetensorError":
             raise
-        raise problem(f"{path}: cannot be written ({error}): {write_fix(error)}{note}") from error
+        cause = _cause(error)
+        raise problem(f"{path}: cannot be written ({cause}): {write_fix(cause)}{note}") from error
+
+
+def _cause(error: Exception) -> Exception:
+    """Return the system's error that led to an error, or the error itself. torch.save hides it if it writes a file."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return cause or error
 
 
 def write_fix(error: Exception) -> str:

@@ -16,7 +16,8 @@ from typer.core import TyperGroup
 
 from draftwing.cli import bench, chat, data, generate, measure, models, screen, serve, train
 from draftwing.cli.options import option, with_options
-from draftwing.errors import DraftwingError
+from draftwing.errors import DraftwingError, reason
+from draftwing.storage import write_fix
 
 # The parser's error for a wrong option. Some versions of typer contain a copy of click, so there is no fixed place to
 # import it from.
@@ -45,7 +46,7 @@ class _Group(TyperGroup):
         except KeyboardInterrupt:
             code = 130
         except OSError as error:
-            code = _give_up_stdout(error, str(error) or type(error).__name__)
+            code = _give_up_stdout(error)
         raise typer.Exit(code)
 
 
@@ -57,12 +58,12 @@ def _print_usage_error(error: Any) -> int:
     return 2
 
 
-def _give_up_stdout(error: OSError, message: str) -> int:
+def _give_up_stdout(error: OSError) -> int:
     """Report a full disk under stdout, or nothing if its reader is gone; return the exit code."""
     screen.discard_stdout()
     if isinstance(error, BrokenPipeError):
         return 1
-    screen.error(message)
+    screen.error(f"{reason(error)}: {write_fix(error)}")
     return 2
 
 
@@ -118,10 +119,12 @@ def main() -> None:
         code = error.code
     except KeyboardInterrupt:
         code = 130
+    except OSError as error:  # while it printed the help or the version
+        code = _give_up_stdout(error)
     try:
         sys.stdout.flush()
     except OSError as error:
-        failure = _give_up_stdout(error, f"stdout: {error}: check the disk")
+        failure = _give_up_stdout(error)
         code = code or failure
     sys.exit(code)
 

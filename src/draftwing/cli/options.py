@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -297,8 +298,15 @@ class SamplingOptions:
         return as_put(prompt, tokenizer.has_chat_template if self.chat is None else self.chat)
 
     def put_all(self, prompts: Iterable[Prompt], lm: LM) -> list[Prompt]:
-        """Return every prompt as ``put`` does, for the target of ``lm``."""
-        return [self.put(prompt, lm.tokenizer) for prompt in prompts]
+        """Return every prompt as ``put`` does, for the target of ``lm``. Raises PromptError if one is too long."""
+        from draftwing.text.prompts import PromptList, located
+
+        places = prompts.places if isinstance(prompts, PromptList) else itertools.repeat("")
+        ready = [self.put(prompt, lm.tokenizer) for prompt in prompts]
+        for where, prompt in zip(places, ready, strict=False):
+            with located(where):
+                lm.target.check_prompt(lm.encode(prompt))
+        return ready
 
 
 @dataclasses.dataclass(frozen=True)

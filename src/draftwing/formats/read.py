@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwing.errors import CheckpointError, ConfigError, DraftwingWarning, UnsupportedError
+from draftwing.errors import CheckpointError, ConfigError, DraftwingWarning, UnsupportedError, reason
 from draftwing.formats.gguf_folder import link_of
 from draftwing.formats.gguf_weights import open_weights
 from draftwing.formats.identity import check_same_target
@@ -439,5 +439,5 @@ def unpickle(path: Path) -> Any:
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
         raise CheckpointError(
-            f"{path}: expected a whole PyTorch checkpoint, found a damaged one ({error}): download it again"
+            f"{path}: expected a whole PyTorch checkpoint, found a damaged one ({reason(error)}): download it again"
         ) from error

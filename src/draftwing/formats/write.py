@@ -384,7 +384,7 @@ def write_folder(
                 plain[key] = tensor.clone()
             seen.add(tensor.untyped_storage().data_ptr())
         if name.endswith(".pt"):
-            torch.save(plain, partial / name)
+            _pickle(plain, partial / name)
         else:
             save_file(plain, partial / name, metadata={"format": "pt"})
         (partial / name).chmod(0o644)  # the writer's own mode lets no other user read it
@@ -392,7 +392,12 @@ def write_folder(
         for file in copies:
             shutil.copyfile(file, partial / file.name)
         for file_name, value in (pickled or {}).items():
-            torch.save(value, partial / file_name)
+            _pickle(value, partial / file_name)
+
+
+def _pickle(value: Any, file: Path) -> None:
+    with file.open("wb") as stream:  # given a path, torch.save does not say why it fails
+        torch.save(value, stream)
 
 
 # --- conversion ------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from draftwing.lab.compare import first_difference, promise_of
 from draftwing.lab.machine import describe_machine, describe_target
 from draftwing.lm import LM, Generation
 from draftwing.remote import Phase, download, is_url, local_copy
-from draftwing.sampling import Sampling, model_settings, nth_seed
+from draftwing.sampling import Sampling, model_settings, nth_seed, sampling_of
 from draftwing.storage import RecordFile, locked
 from draftwing.text.prompts import check_text, read_entries, read_record
 
@@ -225,12 +225,12 @@ def name_of_sampling(sampling: Sampling) -> str:
 def parse_sampling(text: str, folder: Path) -> Sampling:
     """Parse ``0``, ``1``, ``0.2,top_p=0.9`` or ``model``: the ``generation_config.json`` in the target's folder."""
     if text.strip() == "model":
-        if not (found := model_settings(folder)):
+        if not model_settings(folder):
             raise ConfigError(
                 f"{folder}: the model's generation_config.json has no sampling settings: leave out --temperature "
                 f"model, or give settings, such as --temperature 0.6,top_p=0.9"
             )
-        return Sampling(**{"temperature": 1.0, **found})
+        return sampling_of(folder)
     first, *rest = (part.strip() for part in text.split(","))
     pairs = [part.partition("=")[::2] for part in rest]
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from draftwing.engine import Engine
@@ -13,7 +13,7 @@ from draftwing.errors import ConfigError, DraftwingError, SamplingError, shown
 from draftwing.lm import LM
 from draftwing.methods.base import Budget, cut_to_nodes
 from draftwing.request import AtMost
-from draftwing.sampling import Sampling, model_settings, nth_sampling
+from draftwing.sampling import Sampling, nth_sampling, sampling_of
 from draftwing.serve.errors import Refusal, refusal_for
 from draftwing.serve.models import ChatBody, CompletionBody, Speculation
 from draftwing.serve.tool_calls import CLOSE, OPEN
@@ -46,7 +46,7 @@ class Defaults:
     """Values for fields that a request leaves out."""
 
     room_for: Callable[[int], int]  # see ``Engine.room_for``
-    sampling: dict[str, Any] = field(default_factory=dict)  # fields of ``Sampling``
+    sampling: Sampling
     max_tokens: int | None = None  # the limit of chat answers; None is the rest of the context
     max_nodes: int = 64  # the largest tree that a request may choose
 
@@ -54,12 +54,7 @@ class Defaults:
     def for_model(cls, lm: LM, engine: Engine, max_tokens: int | None = None, max_nodes: int = 64) -> Defaults:
         """Read the sampling defaults from the model's ``generation_config.json``; without one, temperature is 1."""
         folder = getattr(lm.target, "folder", None)
-        sampling = {"temperature": 1.0, **(model_settings(folder) if folder is not None else {})}
-        try:
-            Sampling(**sampling)
-        except SamplingError as error:
-            where = f"{folder}/generation_config.json"
-            raise SamplingError(f"{where}: {error}: correct it, or remove it for the default") from error
+        sampling = Sampling(temperature=1.0) if folder is None else sampling_of(folder)
         return cls(engine.room_for, sampling, max_tokens, max_nodes)
 
 
@@ -347,8 +342,9 @@ def _sampling(body: ChatBody | CompletionBody, defaults: Defaults, logprobs: int
                     f"logit_bias must have token ids as keys, found {shown(token)}: write {{'42': -1.5}}"
                 )
             logit_bias[int(token)] = bias
-        return Sampling(
-            **{**defaults.sampling, **fields},
+        return replace(
+            defaults.sampling,
+            **fields,
             logit_bias=logit_bias,
             stop_tokens=tuple(body.stop_token_ids or ()),
             stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
@@ -285,7 +286,27 @@ def _to_list(array: Any) -> object:
         return array
 
 
-def read_prompts(source: Path | str, limit: int | None = None) -> list[Prompt]:
+class PromptList(list[Prompt]):
+    """The prompts of a file, and file and line of each, for messages."""
+
+    def __init__(self, prompts: Iterable[tuple[str, Prompt]]) -> None:
+        places, items = zip(*prompts, strict=True)
+        super().__init__(items)
+        self.places: tuple[str, ...] = places
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """Put ``where``, unless it is empty, before the message of a PromptError."""
+    try:
+        yield
+    except PromptError as error:
+        if not where:
+            raise
+        raise PromptError(f"{where}: {error}") from error
+
+
+def read_prompts(source: Path | str, limit: int | None = None) -> PromptList:
     """Return the prompts of a file, also at a URL, or of standard input (``-``).
 
     A ``.jsonl`` file (or text whose first line is a JSON object) has one prompt per line, a ``.json`` file a list of
@@ -295,8 +316,9 @@ def read_prompts(source: Path | str, limit: int | None = None) -> list[Prompt]:
     source = local_copy(source)
     text = _read_text(source)
     if not _has_entries(text, source):
-        return [check_text(text)]
-    return [_prompt_of(entry, where) for where, entry in _entries(text, source, limit)]
+        with located(_name(source)):
+            return PromptList([(_name(source), check_text(text))])
+    return PromptList([(where, _prompt_of(entry, where)) for where, entry in _entries(text, source, limit)])
 
 
 def read_entries(source: Path | str) -> list[tuple[str, Any]]:
@@ -308,6 +330,10 @@ def read_entries(source: Path | str) -> list[tuple[str, Any]]:
     return list(_entries(text, source, None))
 
 
+def _name(source: Path | str) -> str:
+    return "stdin" if str(source) == "-" else str(source)
+
+
 def _read_text(source: Path | str) -> str:
     try:
         if str(source) == "-":
@@ -317,14 +343,15 @@ def _read_text(source: Path | str) -> str:
             content = Path(source).read_bytes()
         text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
     except (OSError, ValueError) as error:  # UnicodeDecodeError is a ValueError, as is the error for a NUL in a name
-        name = "stdin" if str(source) == "-" else source
-        raise CheckpointError(f"{name}: prompts cannot be read ({error}): give a UTF-8 text or .jsonl file") from error
+        raise CheckpointError(
+            f"{_name(source)}: prompts cannot be read ({error}): give a UTF-8 text or .jsonl file"
+        ) from error
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _has_entries(text: str, source: Path | str) -> bool:
     if not text.strip():
-        raise PromptError(f"{source}: there is no prompt in it")
+        raise PromptError(f"{_name(source)}: there is no prompt in it: give some text, or one JSON object per line")
     first = text.lstrip().split("\n", 1)[0]
     return str(source).endswith((".json", ".jsonl")) or (first.startswith("{") and first.rstrip().endswith("}"))
 
@@ -355,7 +382,8 @@ def _prompt_of(entry: object, where: str) -> Prompt:
         text = record.messages[0]["content"] if record.text is None else record.text
         if not text:
             raise PromptError(f"{where}: the prompt is empty: give some text to continue")
-        return check_text(text)
+        with located(where):
+            return check_text(text)
     roles = [message["role"] for message in record.messages]
     if "user" not in roles:
         raise PromptError(f"{where}: there is no question in this dialogue: give a message of the role user")
@@ -363,7 +391,8 @@ def _prompt_of(entry: object, where: str) -> Prompt:
         last = roles.index("user")
     else:
         last = max(index for index, role in enumerate(roles) if role != "assistant")
-    return [_check_message(message, number) for number, message in enumerate(record.messages[: last + 1], 1)]
+    with located(where):
+        return [_check_message(message, number) for number, message in enumerate(record.messages[: last + 1], 1)]
 
 
 def shipped_prompts(limit: int | None = None) -> list[str]:

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from draftwing.checks import MAX_TOKENS, Argument, check_arguments
 from draftwing.errors import ConfigError, DraftwingError, PromptError, TokenizerError, shown
-from draftwing.storage import check_regular, read_json
+from draftwing.storage import check_regular, exists, read_json
 from draftwing.text.prompts import check_text, prepare_messages
 
 # Byte-level tokenizers write printable bytes as themselves, the others as characters from 256 on.
@@ -46,25 +46,31 @@ class Tokenizer:
         self.folder = folder
         file = folder / "tokenizer.json"
         self._slow: Any = None
+        self.fast: FastTokenizer
+        if not exists(file):
+            try:
+                self.fast = self.pretrained.backend_tokenizer
+            except Exception as error:  # transformers raises many kinds of errors
+                raise TokenizerError(
+                    f"{folder}: no tokenizer can be read from this folder ({error}): put the model's tokenizer.json "
+                    f"next to its config.json"
+                ) from error
+            return
         try:
             check_regular(file)
-            if file.exists():
-                self.fast = FastTokenizer.from_file(str(file))
-                if not self.fast.get_vocab_size(with_added_tokens=True):
-                    raise TokenizerError(
-                        f"{folder}: the tokenizer has no tokens: put the model's tokenizer.json there again"
-                    )
-                self.fast.add_tokens(self._tokens_to_add())
-                self.fast.encode_special_tokens = bool(self._config.get("split_special_tokens"))
-            else:
-                self.fast = self.pretrained.backend_tokenizer
-        except Exception as error:  # both libraries raise bare Exceptions and many kinds of errors
-            if isinstance(error, TokenizerError) and file.exists():
-                raise
+            self.fast = FastTokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exceptions
+            raise TokenizerError(f"{file}: cannot be read ({error}): download it again") from error
+        if not self.fast.get_vocab_size(with_added_tokens=True):
+            raise TokenizerError(f"{file}: the tokenizer has no tokens: download it again")
+        try:
+            self.fast.add_tokens(self._tokens_to_add())
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise TokenizerError(
-                f"{folder}: no tokenizer can be read from this folder ({error}): put the model's tokenizer.json next "
-                f"to its config.json"
+                f"{folder}: the tokens that tokenizer_config.json, special_tokens_map.json or added_tokens.json adds "
+                f"cannot be read ({error!r}): download these files again"
             ) from error
+        self.fast.encode_special_tokens = bool(self._config.get("split_special_tokens"))
 
     @classmethod
     def from_transformers(cls, tokenizer: Any) -> Tokenizer:
@@ -156,7 +162,9 @@ class Tokenizer:
             content = read_json(file) if file.exists() else {}
         except (OSError, ValueError) as error:
             raise TokenizerError(f"{file}: not readable as JSON ({error}): download it again") from error
-        return content if isinstance(content, dict) else {}
+        if not isinstance(content, dict):
+            raise TokenizerError(f"{file}: expected a JSON object, found {shown(content)}: download it again")
+        return content
 
     @cached_property
     def vocab_hash(self) -> str:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from draftwing.checks import Argument, check_arguments
-from draftwing.errors import CheckpointError, DraftwingError, NumericsError, shown
+from draftwing.errors import CheckpointError, DraftwingError, NumericsError, reason, shown
 from draftwing.methods.calibration import Calibration
 from draftwing.methods.net import DraftNet
 from draftwing.methods.objectives import Truth
@@ -405,9 +405,9 @@ def make_optimizers(net: DraftNet, options: TrainOptions) -> list[torch.optim.Op
 def write_checkpoint(folder: Path, state: dict[str, Any]) -> None:
     """Replace the folder's checkpoint. Raises CheckpointError if it cannot be written."""
     file = folder / CHECKPOINT
-    note = "; make room, or choose another --out: the checkpoint before this one is whole"
-    with writing(file, note=note), replacing(file) as partial:
-        torch.save(state, partial)
+    note = "; the checkpoint before this one is whole"
+    with writing(file, note=note), replacing(file) as partial, partial.open("wb") as stream:
+        torch.save(state, stream)  # given a path, it does not say why it fails
 
 
 def read_checkpoint(folder: Path) -> dict[str, Any] | None:
@@ -420,7 +420,7 @@ def read_checkpoint(folder: Path) -> dict[str, Any] | None:
         state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle, zip and torch errors of many kinds
         raise CheckpointError(
-            f"{file} cannot be read ({error}): delete it to restart this run, or choose another --out"
+            f"{file} cannot be read ({reason(error)}): delete it to restart this run, or choose another --out"
         ) from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{file} holds no checkpoint: delete it to restart this run, or choose another --out")
