@@ -3,9 +3,12 @@
 import errno
 import io
 import json
+import os
 import re
+import resource
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -24,6 +27,8 @@ from draftwing.cli import progress
 from draftwing.cli import screen as console
 from draftwing.cli.options import Compared, Model
 from draftwing.errors import DraftwingWarning
+from draftwing.formats import gguf_weights
+from draftwing.formats import write as write_module
 from draftwing.lab import compare as compare_module
 from draftwing.shipped import TOY
 from draftwing.train.trainer import Progress as TrainProgress
@@ -271,6 +276,61 @@ def test_commands_for_engines_with_a_gguf_target_can_work(tmp_path, monkeypatch)
     assert make[:2] == ["draftwing", "import"]
     assert serve[:2] == ["vllm", "serve"]
     assert (tmp_path / serve[2] / "config.json").exists()
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_an_interrupted_conversion_leaves_what_was_there(is_new, tmp_path, monkeypatch):
+    head = tmp_path / "head"
+    if not is_new:
+        shutil.copytree(TOY / "eagle3", head)
+    before = {path.name: path.read_bytes() for path in head.glob("*")}
+
+    def stop(tensors, file, metadata):
+        file.write_bytes(b"half of it")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(write_module, "save_file", stop)
+    result = run("convert", "eagle1", "-t", "toy", "-o", head)
+    assert result.exit_code == 130
+    assert result.stderr == f"stopped before {head} was complete: run the same command again\n"
+    assert {path.name: path.read_bytes() for path in head.glob("*")} == before
+    assert list(tmp_path.iterdir()) == ([] if is_new else [head])
+
+
+def test_an_import_that_stops_leaves_nothing(tmp_path, monkeypatch):
+    file = gguf_files.write(TOY / "target", tmp_path / "model.gguf")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
+    try:
+        check_refused(run("import", file, tmp_path / "out"), "out: cannot be written", "exceed the size limit")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    check_refused(run("import", file, file / "out"), "out: cannot be written", "part of the path is a file")
+    monkeypatch.setattr(gguf_weights, "check_finite", interrupt)
+    result = run("import", file, tmp_path / "out")
+    assert result.exit_code == 130
+    assert f"stopped before {tmp_path / 'out'} was complete: run the same command again\n" in result.stderr
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def interrupt(*args):
+    raise KeyboardInterrupt
+
+
+def test_a_killed_import_is_hidden_and_removed_by_the_next(tmp_path):
+    file, out = gguf_files.write(TOY / "target", tmp_path / "model.gguf"), tmp_path / "out"
+    child = os.fork()
+    if child == 0:
+        gguf_weights.open = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # the weights, after the other files
+        try:
+            gguf_weights.import_gguf(file, out)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 2
+    assert not out.exists()
+    assert run("import", file, out).exit_code == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "out"]
 
 
 TREES = {

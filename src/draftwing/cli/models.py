@@ -196,7 +196,7 @@ def import_(
         path = folder / LINK
         if not path.exists():
             raise CheckpointError(f"{file} is a folder already, no GGUF file: use {folder}")
-    with progress("importing, bytes") as show:
+    with screen.writing(out), progress("importing, bytes") as show:
         done = import_gguf(path, out, dtype, show)
     if as_json:
         screen.print_json({**asdict(done), "folder": str(done.folder)})

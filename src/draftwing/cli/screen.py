@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -119,6 +120,16 @@ def short_warnings() -> Iterator[None]:
 
         warnings.showwarning = show
         yield
+
+
+@contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """Report after Ctrl-C that ``out`` is incomplete."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        line(f"stopped before {out} was complete: run the same command again", "yellow")
+        raise
 
 
 def discard_stdout() -> None:

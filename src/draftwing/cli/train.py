@@ -31,7 +31,7 @@ from draftwing.cli.screen import format_alpha, print_line, print_table
 from draftwing.errors import CheckpointError, ConfigError, DraftwingError
 from draftwing.methods.registry import training_methods
 from draftwing.models.catalogue import entry_of
-from draftwing.storage import similar_paths
+from draftwing.storage import similar_paths, writing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -236,7 +236,8 @@ def draw_curves(out: Path) -> Path:
     right.plot(*points("tau"), "o-")
     right.set(title="tau, greedy, validation prompts (chain)", xlabel="iteration")
     file = out / "curves.png"
-    figure.savefig(file, dpi=110)
+    with writing(file):
+        figure.savefig(file, dpi=110)
     return file
 
 
@@ -358,7 +359,9 @@ def convert(
     from draftwing.methods.registry import convert as run
 
     options = _gguf_options(to, target, dtype)
-    run(_head_folder(head, target), out, to, target=_target_id(target), taps=parse_taps(taps), depth=depth, **options)
+    settings = {"target": _target_id(target), "taps": parse_taps(taps), "depth": depth, **options}
+    with screen.writing(out):
+        run(_head_folder(head, target), out, to, **settings)
     screen.line(f"wrote {out} in the layout {to!r}")
 
 
@@ -385,7 +388,8 @@ def export(
     if to not in SERVED_BY:
         raise ConfigError(f"no engine serves the layout {to!r}: choose {', '.join(SERVED_BY)} (or use convert)")
     options = _gguf_options(to, target, dtype)
-    run(_head_folder(head, target), out, to, target=_target_id(target), depth=depth, **options)
+    with screen.writing(out):
+        run(_head_folder(head, target), out, to, target=_target_id(target), depth=depth, **options)
     entry = entry_of(target)  # engines do not know our names
     served = str(target if entry is None else fetch(entry))
     if served.endswith(".gguf") and to != "gguf":

@@ -12,7 +12,6 @@ halves of DeepSeek's ``kv_b_proj``, Qwen3-Next's matrices of several inputs spli
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -53,7 +52,7 @@ from draftwing.models.weights import (
     dequantized,
     joined,
 )
-from draftwing.storage import new_folder
+from draftwing.storage import new_folder, writing
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -542,16 +541,12 @@ def import_gguf(
                 shards.append({})
             shards[-1][name] = size
         total = sum(sizes.values())
-        _check_room(out, total + sum(len(text) for text in files.values()))
-        try:
+        with writing(out):
+            _check_room(out, total + sum(len(text) for text in files.values()))
             with new_folder(out) as partial:
                 for name, text in files.items():
                     (partial / name).write_text(text, encoding="utf-8")
                 _write_shards(partial, weights, shards, dtype, lambda done: on_progress(done, total))
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            raise CheckpointError(f"{out}: the disk is full. Make room for {total / 1e9:.2f} GB.") from error
         return ImportResult(out, len(sizes), dtype, total, dict(formats))
 
 
