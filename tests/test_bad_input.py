@@ -418,7 +418,7 @@ def test_messages(folder, lm):
     with refused(PromptError, "the prompt is empty", "give at least one token"):
         loaded.generate(messages)
     loaded = load(add_tokenizer(folder, chat_template="{{ raise_exception('no system role') }}"))
-    with refused(TokenizerError, "the chat template refuses these messages", "no system role"):
+    with refused(TokenizerError, "the chat template refuses these messages", "no system role", "correct the template"):
         loaded.generate(messages)
 
 

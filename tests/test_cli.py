@@ -278,6 +278,14 @@ def test_commands_for_engines_with_a_gguf_target_can_work(tmp_path, monkeypatch)
     assert (tmp_path / serve[2] / "config.json").exists()
 
 
+def test_a_head_is_written_into_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for head in ("eagle1", "eagle3"):
+        assert run("convert", head, "-t", "toy", "-o", ".").exit_code == 0
+        assert os.path.samefile(os.curdir, tmp_path)  # the empty folder was filled, not replaced
+        assert run("doctor", ".", "-t", "toy", "--no-measure").exit_code == 0
+
+
 @pytest.mark.parametrize("is_new", [True, False])
 def test_an_interrupted_conversion_leaves_what_was_there(is_new, tmp_path, monkeypatch):
     head = tmp_path / "head"

@@ -175,6 +175,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
         partial.mkdir(parents=True)
         yield partial
         try:
+            if folder.is_dir():  # perhaps some shell's current folder, which keeps its identity
+                raise FileExistsError
             partial.rename(folder)
         except OSError:
             if not folder.is_dir():
@@ -188,11 +190,13 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 def partial_name(path: Path) -> Path:
     """Return the name under which a file or folder is written before it is complete, different for each writer."""
-    return path.with_name(f".{path.name}.{next(_NUMBERS)}.{os.getpid()}.partial")
+    path = Path(os.path.abspath(path))  # "." has no name
+    return path.parent / f".{path.name}.{next(_NUMBERS)}.{os.getpid()}.partial"
 
 
 def remove_leftovers(path: Path) -> None:
     """Remove the partial files and folders of writers of ``path`` that were killed."""
+    path = Path(os.path.abspath(path))
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
         if not _is_running(leftover.suffixes[-2].removeprefix(".")):
             with suppress(OSError):

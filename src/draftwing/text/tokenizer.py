@@ -21,7 +21,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
 from draftwing.checks import MAX_TOKENS, Argument, check_arguments
-from draftwing.errors import ConfigError, DraftwingError, PromptError, TokenizerError, shown
+from draftwing.errors import ConfigError, DraftwingError, PromptError, TokenizerError, reason, shown
 from draftwing.storage import check_regular, exists, read_json
 from draftwing.text.prompts import check_text, prepare_messages
 
@@ -222,10 +222,13 @@ class Tokenizer:
         if not self.has_chat_template:
             raise TokenizerError("this model has no chat template: prompt it with plain text")
         options = {"add_generation_prompt": True, **variables, "tokenize": False}
+        tokenizer = self.pretrained
         try:
-            return str(self.pretrained.apply_chat_template(messages, **options))
+            return str(tokenizer.apply_chat_template(messages, **options))
         except Exception as error:  # jinja errors, and whatever the template itself raises
-            raise TokenizerError(f"the chat template refuses these messages: {error}") from error
+            raise TokenizerError(
+                f"the chat template refuses these messages: {reason(error)}: change them, or correct the template"
+            ) from error
 
     def template_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return messages with their content in the form that the chat template reads: text, or parts of type text."""
