@@ -201,6 +201,14 @@ def test_learned_costs_follow_the_machine():
     assert costs.draft_seconds(3) == pytest.approx(1.0, rel=0.05)
 
 
+def test_a_machines_fixed_cost_is_not_forgotten():
+    """A constant that is added to every step stays known after thousands of them."""
+    costs = learned(lambda nodes: TYPICAL.verify(nodes) + 0.5, lambda levels: TYPICAL.chain(levels) + 0.4, steps=3000)
+    for nodes in (2, 4, 8):
+        assert costs.verify_seconds(nodes) == pytest.approx(TYPICAL.verify(nodes) + 0.5, rel=0.05)
+    assert costs.draft_seconds(4) == pytest.approx(TYPICAL.chain(4) + 0.4, rel=0.1)
+
+
 def test_learned_costs_are_never_negative():
     costs = learned(lambda nodes: 0.5, lambda levels: 0.0)
     assert min(costs.verify_seconds(nodes) for nodes in range(1, 70)) >= costs.baseline
