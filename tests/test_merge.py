@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from draftwing.methods.base import Budget, ListTree
@@ -112,6 +112,7 @@ def connected(union: Union, count: int):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(proposal(5), min_size=1, max_size=2), st.integers(1, 5))
+@example([ListTree([ROOT, 0, 1, 2], [-1, 0, 0, 1], [1.0, 0.9, 0.05, 0.9])], 2)  # a child is likelier than its uncle
 def test_as_many_nodes_as_asked_for_are_the_best_that_hang_together(many, count):
     union = weighed(many)
     count = min(count, len(union.tokens) - 1)
