@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from draftwing.methods import lookup as suffix
@@ -103,6 +103,7 @@ def test_every_occurrence_is_found(texts, pattern):
 
 
 @given(TEXTS, st.lists(TOKENS, max_size=10), st.integers(1, 3), st.integers(1, 6))
+@example([[1, 2, 3, 0]], [1, 2, 3], 1, 3)  # all of the ending is found
 @EVERYWHERE
 def test_the_longest_match_and_what_follows_it(texts, ending, least, most):
     found = SuffixArray(join_texts(texts))
@@ -171,6 +172,7 @@ def test_matches_within_limits(args, lengths):
 
 
 @given(TEXTS, WORD, st.integers(1, 12), st.integers(0, 4), st.integers(1, 4))
+@example([[1, 2, 0], [1, 2, 0], [1, 3], [1, 3]], [1], 3, 2, 2)  # 0 is sure to follow 2, and yet less likely than 3
 @EVERYWHERE
 def test_a_tree_has_the_likeliest_paths_of_the_trie(texts, pattern, most, depth, width):
     indexed = SuffixArray(join_texts(texts))
