@@ -153,6 +153,24 @@ def test_prune(seed):
     assert tree.prune(torch.tensor([tree.num_nodes] * len(rows))) is tree
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tree: tree.prune(torch.tensor([1])),
+        lambda tree: tree.at_most(torch.tensor([2])),
+        lambda tree: tree.without([(0, 3), (0, 4)]),
+        lambda tree: tree.with_extra_nodes(torch.tensor([[9]]), torch.tensor([[-1]]), 1),
+        lambda tree: replace(tree, num_extra_nodes=1).proposed,
+    ],
+)
+def test_a_changed_tree_has_its_own_paths(change):
+    """A recorded forward computes the paths of the trees that it ran: they are not those of what is left of them."""
+    tree = DraftTree.from_lists([[5, 6, 7, 8, 4]], [[-1, 0, 0, 1, 3]])
+    wanted, found = (change(given) for given in (tree, replace(tree, paths=(tree.ancestors, tree.depths))))
+    assert found.ancestors.tolist() == wanted.ancestors.tolist()
+    assert found.depths.tolist() == wanted.depths.tolist()
+
+
 def test_from_lists_pads_to_the_longest_row():
     tree = DraftTree.from_lists([[1], [2, 3, 4]], [[-1], [-1, 0, 0]])
     assert tree.tokens.tolist() == [[1, PAD, PAD], [2, 3, 4]]
