@@ -686,9 +686,7 @@ class Decoder:
         if not self.shares_prefixes:
             return
         row = self.ctx.rows[index]
-        num_valid = min(row.length, len(row.tokens) - 1)
-        if self.drafter.resumes:
-            num_valid = min(num_valid, self.drafter.num_read[index])
+        num_valid = min(row.length, self.drafter.num_read[index]) if self.drafter.resumes else row.length
         pages.prefixes.remember(row.tokens, pages.rows[index], num_valid)
 
     def _rebuild(self) -> None:
