@@ -436,3 +436,14 @@ def test_whatever_the_net_says_it_is_a_tree(vocab, name, children):
             assert ((chances >= 0) & (chances <= 1)).all()
             above = tree.confidence.gather(1, tree.parents.clamp(min=0))
             assert (tree.confidence <= above)[tree.valid].all()
+
+
+def test_nothing_follows_a_token_that_could_not_be_drawn():
+    """A chain ends where the draft network's logits are NaN, even if later ones are finite."""
+    sampling = SamplingBatch([Sampling(temperature=1.0, seed=1)], KeyedNoise(8))
+    builder = TreeBuilder(torch.tensor([5]), [True], [1], sampling, Budget(3, children="sampled"))
+    for logits in (0.0, float("nan"), 0.0):
+        builder.extend(torch.full((1, 1, 8), logits))
+    tree = builder.finish().tree
+    tree.check(8)
+    assert tree.valid.tolist() == [[True, True, False, False]]
