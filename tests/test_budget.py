@@ -284,14 +284,15 @@ def test_a_change_is_noticed_in_the_middle_of_a_request():
     assert arms.play(900)[600:].count(3) > 250  # and return when they pay again
 
 
-def test_a_machine_that_has_become_faster_shows_in_the_baseline_too():
+@pytest.mark.parametrize("steps", [60, 100])
+def test_a_machine_that_has_become_faster_shows_in_the_baseline_too(steps):
     """Drafts that lose are not kept because the baseline was last timed while the machine was slow."""
     arms = Arms([0.4, 0.36, 0.3, 0.3])
     arms.play(100)
     arms.speeds = [0.4, 0.5, 0.3, 0.3]
-    assert arms.play(100).count(1) > 50
+    assert arms.play(steps)[-20:].count(1) > 15
     arms.speeds = [1.0, 0.9, 0.75, 0.75]
-    assert arms.play(300).count(0) > 200
+    assert arms.play(600).count(0) > 300
 
 
 def test_probes_read_the_cold_first_draft_and_one_more():

@@ -9,8 +9,8 @@ nodes are chosen while it grows by their expected worth (``GrowthRule``: observe
 2. **Exploitation.** The arm with the highest mean of predicted and measured speed is played.
 3. **Probes.** At intervals that double while nothing changes, the arm with the highest upper confidence bound is tried,
    if that bound exceeds the speed of the best arm. Bounds widen with the time since an arm was played, so slow arms are
-   tried rarely but not never. Every other probe plays the baseline: all predictions are relative to it, and the machine's
-   speed changes.
+   tried rarely but not never. Every other probe plays the baseline: all predictions are relative to it, and the
+   machine's speed changes.
 4. **Requests.** A new request keeps all that was learned about the machine, but little of the arms' speeds in earlier
    requests, and probes soon.
 
@@ -143,7 +143,7 @@ class Bandit:
         return self.current
 
     def add(self, seconds: float, tokens: float, predicted: float) -> None:
-        """Count a step of the current arm. A probe continues, until the next one, while it is worth a change of arms."""
+        """Count a step of the current arm. A probe continues until the next one while it is worth a change of arms."""
         arm = self.arms[self.current]
         arm.add(seconds, tokens, predicted, self.steps)
         baseline = self.arms[BASELINE]
