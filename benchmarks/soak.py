@@ -162,7 +162,7 @@ def main(
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    command = [sys.executable, "-c", "from draftwing.cli.main import main; main()", "serve", "--port", str(port)]
+    command = [sys.executable, "-m", "draftwing", "serve", "--port", str(port)]
     # GiB of keys and values that are full after some minutes: until then memory grows, as finished texts stay.
     kv_memory = "0.05"
     server = subprocess.Popen(

@@ -582,6 +582,27 @@ for args in (["--help"], ["generate", "--help"], ["data", "cache", "--help"], ["
         assert all(word in text for word in words)
 
 
+def test_the_module_is_the_command_and_stops_quietly_while_it_is_imported():
+    done = subprocess.run(
+        [sys.executable, "-m", "draftwing", "--version"],
+        capture_output=True, text=True, timeout=PROCESS_SECONDS, check=True,
+    )  # fmt: skip
+    assert done.stdout == f"draftwing {dw.__version__}\n"
+    program = """
+import runpy, sys
+class Interrupted:
+    def find_spec(name, *_):
+        if name == "typer":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupted)
+runpy.run_module("draftwing", run_name="__main__")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PROCESS_SECONDS, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def commands(app=cli.app, path=()):
     for command in app.registered_commands:
         yield (*path, command.name or command.callback.__name__)
