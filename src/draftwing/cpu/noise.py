@@ -32,7 +32,7 @@ def noise_of(vocab_size: int, device: torch.device) -> KeyedNoise:
 
 
 class NativeNoise(KeyedNoise):
-    """Keyed noise that the kernel generates and caches, and reads itself when it drafts and accepts.
+    """Keyed noise from the kernel, which computes it where it is needed when it drafts and accepts.
 
     Attributes:
         handle: the ``NoiseStore`` of ``native/noise.h``.

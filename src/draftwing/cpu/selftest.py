@@ -217,17 +217,18 @@ def _noise(library: ctypes.CDLL) -> bool:
 
 
 def _draws(library: ctypes.CDLL) -> bool:
-    vocab, rows = 40, 4
+    vocab, rows = 300, 8
     scores = np.zeros((rows, vocab), np.float32)
     scores[0, [5, 16, 37]] = 1
-    scores[1, 20], scores[2, 39] = np.nan, np.inf
+    scores[1, 20], scores[2, 139] = np.nan, np.inf
     scores[3] = -np.inf
-    whole = np.zeros(rows, np.int64)
-    greedy = whole - 1
+    seeds = np.array([-1] * 4 + [1, 2, 3, 4])
+    whole, none = np.zeros(rows, np.int64), np.full(rows, -1)
     result = np.zeros((rows, 7), np.int64)
     store = library.draftwing_noise_new(vocab, 2)
-    how = AcceptStruct(store, greedy.ctypes.data, whole.ctypes.data, None, result.ctypes.data)
-    tokens, parents = whole.ctypes.data, greedy.ctypes.data
-    library.draftwing_accept(scores.ctypes.data, rows, 1, tokens, parents, ctypes.byref(how))
+    how = AcceptStruct(store, seeds.ctypes.data, whole.ctypes.data, None, result.ctypes.data)
+    library.draftwing_accept(scores.ctypes.data, rows, 1, whole.ctypes.data, none.ctypes.data, ctypes.byref(how))
     library.draftwing_noise_free(store)
-    return bool(result[:, 1].tolist() == [5, 20, 39, 0] and result[:, 4].tolist() == [1, 0, 0, 0])
+    noise = KeyedNoise(vocab)
+    drawn = [int(noise.at(int(seed), 0).argmax()) for seed in seeds[4:]]
+    return bool(result[:, 1].tolist() == [5, 20, 139, 0, *drawn] and result[:, 4].tolist() == [1, 0, 0, 0, 1, 1, 1, 1])
