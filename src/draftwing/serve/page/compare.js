@@ -26,7 +26,7 @@ function Lane({ run, name, note, clock }) {
   return html`<section class="card lane" aria-label=${name}>
     <div class="head"><h2>${name}</h2><p class="muted">${note}</p></div>
     <div class="meter"><progress max=${Math.max(all, 1)} value=${tokens} aria-label=${`${name}: tokens`}></progress>
-      <span class="time">${run.status === "waiting" ? "waiting" : `${(Math.min(clock, span(run)) / 1000).toFixed(2)} s`}${run.isOver && done && steps.length ? " ✓" : ""}</span></div>
+      <span class="time">${run.status === "waiting" ? "waiting" : `${(Math.min(clock, span(run)) / 1000).toFixed(3)} s`}${run.isOver && done && steps.length ? " ✓" : ""}</span></div>
     <${Text} run=${run} until=${until} />
     ${run.error && html`<${Notice} error=${run.error} />`}
     ${run.isOver && html`<${Facts} run=${run} />`}
