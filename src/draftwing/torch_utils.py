@@ -1,11 +1,12 @@
-"""PyTorch helpers: inference mode, host-to-device copies, single-thread copies."""
+"""PyTorch helpers: inference mode, host-to-device copies, single-thread copies, saving."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -94,3 +95,9 @@ def _as_array(tensor: Tensor, size: int) -> np.ndarray | None:
     if tensor.device.type != "cpu" or size > MAX_COPY_BYTES:
         return None
     return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+
+
+def save_pickle(value: Any, file: Path) -> None:
+    """``torch.save``, but the system's error is not lost: given a path, it does not say why it fails."""
+    with file.open("wb") as stream:
+        torch.save(value, stream)

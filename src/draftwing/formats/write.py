@@ -55,6 +55,7 @@ from draftwing.methods.eagle_net import EagleConfig, EagleNet
 from draftwing.methods.net import TargetId
 from draftwing.models.config import read_config
 from draftwing.storage import new_folder, writing
+from draftwing.torch_utils import save_pickle
 
 Config = dict[str, Any]
 
@@ -384,7 +385,7 @@ def write_folder(
                 plain[key] = tensor.clone()
             seen.add(tensor.untyped_storage().data_ptr())
         if name.endswith(".pt"):
-            _pickle(plain, partial / name)
+            save_pickle(plain, partial / name)
         else:
             save_file(plain, partial / name, metadata={"format": "pt"})
         (partial / name).chmod(0o644)  # the writer's own mode lets no other user read it
@@ -392,12 +393,7 @@ def write_folder(
         for file in copies:
             shutil.copyfile(file, partial / file.name)
         for file_name, value in (pickled or {}).items():
-            _pickle(value, partial / file_name)
-
-
-def _pickle(value: Any, file: Path) -> None:
-    with file.open("wb") as stream:  # given a path, torch.save does not say why it fails
-        torch.save(value, stream)
+            save_pickle(value, partial / file_name)
 
 
 # --- conversion ------------------------------------------------------------------------------------------------------

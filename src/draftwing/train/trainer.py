@@ -37,6 +37,7 @@ from draftwing.methods.objectives import Truth
 from draftwing.methods.registry import method_of_net
 from draftwing.models.linear import Linear
 from draftwing.storage import check_regular, locked, replacing, write_text, writing
+from draftwing.torch_utils import save_pickle
 from draftwing.train.features import FeatureBatch, FeatureSource
 from draftwing.train.options import TrainOptions
 from draftwing.train.stream import StreamedBatches
@@ -406,8 +407,8 @@ def write_checkpoint(folder: Path, state: dict[str, Any]) -> None:
     """Replace the folder's checkpoint. Raises CheckpointError if it cannot be written."""
     file = folder / CHECKPOINT
     note = "; the checkpoint before this one is whole"
-    with writing(file, note=note), replacing(file) as partial, partial.open("wb") as stream:
-        torch.save(state, stream)  # given a path, it does not say why it fails
+    with writing(file, note=note), replacing(file) as partial:
+        save_pickle(state, partial)
 
 
 def read_checkpoint(folder: Path) -> dict[str, Any] | None:
