@@ -59,8 +59,8 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--precision",
-        choices=("fp32", "int8"),
-        help="int8: each peer's usual one [default: fp32; a GGUF file has its own]",
+        choices=("fp32", "int8", "int4"),
+        help="int8, int4: each peer's usual one [default: fp32; a GGUF file has its own]",
     )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="[default: the cores]")
     parser.add_argument("--peers", help=f"peers or modes, with commas between [default: all] ({known})")

@@ -4,7 +4,9 @@ import importlib
 import importlib.util
 import json
 import sys
+import threading
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -60,7 +62,7 @@ def test_modes_and_draft_tokens(script, parts):
     assert args.threads >= 1
     assert args.draft_tokens == parts.modes.DRAFT_TOKENS
     args = script.read_arguments(["--peers", "llama.cpp, openvino/lookup,openvino/plain"])
-    expected = ["openvino/plain", "openvino/lookup", "llama.cpp/plain", "llama.cpp/lookup"]
+    expected = ["openvino/plain", "openvino/lookup", "llama.cpp/plain", "llama.cpp/lookup", "llama.cpp/eagle3"]
     assert [str(mode) for mode in args.modes] == ["draftwing/plain", *expected]  # every text is compared with the first
     args = script.read_arguments(["--draft-tokens", "vllm/eagle3=7"])
     assert args.draft_tokens == {**parts.modes.DRAFT_TOKENS, "vllm/eagle3": 7}
@@ -75,7 +77,7 @@ def test_modes_and_draft_tokens(script, parts):
         (["--draft-tokens", "vllm/eagle3=0"], "expected a number of tokens, such as vllm/eagle3=4"),
         (["--rounds", "0"], "--rounds must be at least 1, found 0"),
         (["--max-tokens", "1"], "--max-tokens must be at least 2"),
-        (["--precision", "int4"], "invalid choice"),
+        (["--precision", "int2"], "invalid choice"),
     ],
 )
 def test_bad_arguments_are_named(script, capsys, arguments, message):
@@ -106,6 +108,10 @@ def test_shipped_drafts_serve_the_shipped_target_only(script, parts, tmp_path):
     assert other.lacks(mode) == "no --eagle3 was given for this target"
     assert own.draft_of(mode) == shipped / "eagle3"
     assert other.lacks(parts.modes.Mode("vllm", "plain")) is None
+    assert "give --target model.gguf" in own.lacks(parts.modes.Mode("llama.cpp", "eagle3"))
+    in_four_bits = replace(own, precision="int4")
+    assert "give --target model.gguf" in in_four_bits.lacks(parts.modes.Mode("llama.cpp", "plain"))
+    assert in_four_bits.lacks(mode) is None
 
 
 def test_a_gguf_file_is_read_unchanged(script, tmp_path):
@@ -123,6 +129,35 @@ def test_a_conversion_is_reused_only_for_the_same_files(parts, tmp_path):
     assert parts.modes.fingerprint(tmp_path) == before
     (tmp_path / "config.json").write_text('{"a": 1}')
     assert parts.modes.fingerprint(tmp_path) != before
+
+
+class FakeLlamaServer(BaseHTTPRequestHandler):
+    """Answers like llama.cpp's server, with the end of the prompt counted on."""
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert (asked["temperature"], asked["ignore_eos"], asked["cache_prompt"]) == (0.0, True, False)
+        tokens = [asked["prompt"][-1] + 1 + step for step in range(asked["n_predict"])]
+        timings = {"prompt_ms": 500.0, "predicted_ms": 1500.0, "draft_n": 9, "draft_n_accepted": 3}
+        body = json.dumps({"tokens": tokens, "timings": timings}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_llama_cpp_reports_its_servers_clock(parts):
+    peer = parts.llamacpp.LlamaCpp()
+    with HTTPServer(("127.0.0.1", 0), FakeLlamaServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        peer.url = f"http://127.0.0.1:{server.server_port}"
+        run = peer.generate([4, 5], 8)
+        server.shutdown()
+    # Seven tokens after the first one, three of which were drafted.
+    assert run == parts.channel.Run([6, 7, 8, 9, 10, 11, 12, 13], 2.0, 0.5, 1, 4)
 
 
 # --- rounds ----------------------------------------------------------------------------------------------------------
@@ -328,7 +363,7 @@ def test_an_inflated_target_is_the_first_note(parts):
         [outcome(parts, "draftwing/plain", [10])], "int8", "Inflated: the text is a small one's."
     )
     assert notes[0] == "NOT A REAL MODEL of its size. Inflated: the text is a small one's."
-    assert any("another model" in note for note in notes)
+    assert any("rounds in its own way" in note for note in notes)
 
 
 def test_the_picture_shows_failures_too(parts, tmp_path):

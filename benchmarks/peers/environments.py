@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,8 +27,10 @@ REQUIREMENTS: dict[str, tuple[str, ...]] = {
         "diffusers",
         "einops",
     ),
-    "llama.cpp": ("llama-cpp-python==0.3.36", "gguf==0.19.0"),
+    "llama.cpp": ("cmake", "ninja", "gguf==0.19.0"),
 }
+# llama.cpp itself is not on the package index, but this package contains its source.
+LLAMA_CPP = "llama-cpp-python==0.3.36"
 WITH_TORCH = ("openvino",)
 # These ask for torchvision, which would bring another PyTorch with gigabytes of CUDA, and which text does not need.
 WITHOUT_DEPENDENCIES = {"openvino": ("optimum-intel==2.2.0", "optimum==2.3.0")}
@@ -58,6 +63,8 @@ def python_of(peer: str, folder: Path, say: Callable[[str], None]) -> Path:
     env = folder / peer
     python, ready = env / "bin" / "python", env / ".ready"
     wanted = "\n".join((*REQUIREMENTS.get(peer, ()), *WITHOUT_DEPENDENCIES.get(peer, ())))
+    if peer == "llama.cpp":
+        wanted += f"\n{LLAMA_CPP} {os.environ.get('CMAKE_ARGS', '')}"
     if ready.exists() and ready.read_text(encoding="utf-8") == wanted:
         return python
     say(f"setting up {env} (once, minutes) ...")
@@ -65,6 +72,8 @@ def python_of(peer: str, folder: Path, say: Callable[[str], None]) -> Path:
         told_by(sys.executable, str(ROOT / "benchmarks" / "vllm_handover.py"), "--setup", "--env", str(env))
     else:
         _install(peer, env)
+    if peer == "llama.cpp":
+        _build_llama_cpp(env)
     ready.write_text(wanted, encoding="utf-8")
     return python
 
@@ -82,3 +91,27 @@ def _install(peer: str, env: Path) -> None:
     for package in WITHOUT_DEPENDENCIES.get(peer, ()):
         told_by(*pip, "--no-deps", package)
     told_by(*pip, *packages)
+
+
+def _build_llama_cpp(env: Path) -> None:
+    """Build llama.cpp's server for this processor; the environment variable CMAKE_ARGS adds options."""
+    build, bin_ = env / "build", env / "bin"
+    shutil.rmtree(build, ignore_errors=True)
+    pip = (str(bin_ / "python"), "-m", "pip", "--disable-pip-version-check", "download", "--quiet")
+    told_by(*pip, "--no-deps", "--no-binary", "llama-cpp-python", "--dest", str(build), LLAMA_CPP)
+    with tarfile.open(next(build.glob("*.tar.gz"))) as packed:
+        packed.extractall(build, filter="data")
+    source = next(build.glob("llama_cpp_python-*/vendor/llama.cpp"))
+    options = [
+        "-DCMAKE_BUILD_TYPE=Release",
+        "-DLLAMA_OPENSSL=OFF",
+        "-DLLAMA_BUILD_UI=OFF",
+        "-DLLAMA_USE_PREBUILT_UI=OFF",
+    ]
+    own = os.environ.get("CMAKE_ARGS", "").split()
+    told_by(
+        *(str(bin_ / "cmake"), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={bin_ / 'ninja'}"),
+        *("-S", str(source), "-B", str(build), *options, *own),
+    )
+    told_by(str(bin_ / "cmake"), "--build", str(build), "--target", "llama-server")
+    (build / "source").write_text(" ".join((LLAMA_CPP, *own)), encoding="utf-8")

@@ -8,7 +8,8 @@ from pathlib import Path
 from peers.channel import PeerError
 from peers.modes import Mode, Settings, fingerprint
 
-READERS = ("vllm", "openvino")  # read the layout that ``draftwing export --to vllm`` writes
+# Peer: the layout of ``draftwing export --to`` that it reads.
+LAYOUTS = {"vllm": "vllm", "openvino": "vllm", "llama.cpp": "gguf"}
 
 
 def exported(mode: Mode, settings: Settings) -> Path | None:
@@ -18,19 +19,24 @@ def exported(mode: Mode, settings: Settings) -> Path | None:
         PeerError: a head that cannot be exported.
     """
     folder = settings.draft_of(mode)
-    if folder is None or mode.peer not in READERS or not mode.name.startswith("eagle"):
+    if folder is None or mode.peer not in LAYOUTS or not mode.name.startswith("eagle"):
         return folder
     from draftwing.errors import DraftwingError
     from draftwing.formats.identity import target_id_of_folder
     from draftwing.formats.write import convert
 
-    out = settings.cache / "heads" / f"{fingerprint(folder)}-for-{fingerprint(settings.target)}"
+    to = LAYOUTS[mode.peer]
+    out = settings.cache / "heads" / f"{fingerprint(folder)}-for-{fingerprint(settings.target)}-{to}"
     if not out.exists():
         partial = out.with_name(out.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.parent.mkdir(parents=True, exist_ok=True)
         try:
-            convert(folder, partial, "vllm", target=target_id_of_folder(settings.target))
+            if to == "gguf":
+                partial.mkdir()
+                convert(folder, partial / "head.gguf", to, target_file=(settings.target / "model.gguf").resolve())
+            else:
+                convert(folder, partial, to, target=target_id_of_folder(settings.target))
         except DraftwingError as error:
             raise PeerError(f"the head cannot be exported: {error}") from error
         partial.replace(out)

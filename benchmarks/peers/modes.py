@@ -16,7 +16,7 @@ PEERS: dict[str, tuple[str, ...]] = {
     "draftwing": ("plain", "lookup", "draft-lm", "eagle3", "eagle1"),
     "transformers": ("plain", "lookup", "draft-lm"),
     "openvino": ("plain", "lookup", "draft-lm", "eagle3", "eagle3-tree"),
-    "llama.cpp": ("plain", "lookup"),
+    "llama.cpp": ("plain", "lookup", "eagle3"),
     "vllm": ("plain", "lookup", "eagle3", "eagle1"),
 }
 
@@ -30,6 +30,7 @@ DRAFT_TOKENS = {
     "openvino/eagle3": 5,
     "openvino/eagle3-tree": 15,
     "llama.cpp/lookup": 10,
+    "llama.cpp/eagle3": 3,
     "vllm/lookup": 5,
     "vllm/eagle3": 3,
     "vllm/eagle1": 3,
@@ -85,6 +86,10 @@ class Settings:
         name = mode.name.removesuffix("-tree")
         if name in self.drafts and self.drafts[name] is None:
             return f"no --{name} was given for this target"
+        if self.precision == "int4" and mode.peer not in ("draftwing", "openvino"):
+            return "it is compared in 4 bits on a GGUF file only: give --target model.gguf"
+        if str(mode) == "llama.cpp/eagle3" and self.precision != "gguf":
+            return "a head's GGUF file contains the tokenizer of its target's: give --target model.gguf"
         return None
 
 

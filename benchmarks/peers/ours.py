@@ -8,6 +8,7 @@ from typing import Any
 from peers.channel import Run, Stopwatch
 
 # Our mode: what ``draftwing.loading`` calls it, or the key of the job under which its folder stands.
+QUANTIZE = {"int8": "int8", "int4": "q4"}
 DRAFTS = {"plain": "none", "lookup": "lookup"}
 
 
@@ -26,7 +27,7 @@ class Draftwing:
         self.lm = dw.load(
             job["target"],
             DRAFTS.get(job["mode"]) or job["draft"],
-            quantize="int8" if job["precision"] == "int8" else None,
+            quantize=QUANTIZE.get(job["precision"]),
             device="cpu",
         )
         self.lm.decoder()  # measures once what steps cost here, if that is not known yet

@@ -116,8 +116,8 @@ def notes_of(outcomes: Sequence[Outcome], precision: str, inflated: str | None) 
         notes.append("text as ours: where it differs, the peer's float32 sums have another order")
     else:
         notes.append(
-            "int8 is each peer's usual one: other rounding, and so another model and other texts than ours; "
-            "what counts is whether drafts leave the peer's own text as it is"
+            "each peer rounds in its own way, so its texts may differ from ours; what counts is whether drafts leave "
+            "the peer's own text as it is"
         )
     return notes
 
