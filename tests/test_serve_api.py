@@ -385,10 +385,12 @@ def test_logprobs_of_completions(lm):
     offsets = [sum(map(len, found.tokens[:place])) for place in range(len(found.tokens))]
     assert found.text_offset == offsets
     sampled = {"max_tokens": 8, "seed": 3, "logprobs": 1}
+    traced = {"extra_body": {"speculation": {"trace": True, "tree": "chain:2"}}}  # a chunk for each step, however late
     greedy, sampled = (
         [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
-        for chunks in (complete(app_of(lm), TEXTS[0], stream=True, **fields) for fields in (common, sampled))
+        for chunks in (complete(app_of(lm), TEXTS[0], stream=True, **fields, **traced) for fields in (common, sampled))
     )
+    assert len(greedy) > 1
     assert [offset for each in greedy for offset in each.text_offset] == offsets
     pairs = [pair for each in sampled for pair in zip(each.tokens, each.top_logprobs, strict=True)]
     assert all(name in top for name, top in pairs)
