@@ -330,8 +330,6 @@ def _budget(speculation: Speculation, most_nodes: int) -> Budget | AtMost | str 
 
 def _sampling(body: ChatBody | CompletionBody, defaults: Defaults, logprobs: int | None, max_tokens: int) -> Sampling:
     fields = {name: getattr(body, name) for name in _SAMPLING_FIELDS if getattr(body, name) is not None}
-    if fields.get("min_tokens") == 0:
-        del fields["min_tokens"]
     if fields.get("top_k") in (0, -1):  # in vLLM, all tokens
         fields["top_k"] = None
     try:

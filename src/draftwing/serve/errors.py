@@ -96,9 +96,7 @@ def install_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         if error.status_code not in (404, 405):
-            response = Refusal(error.status_code, str(error.detail)).response
-            response.headers.update(error.headers or {})
-            return response
+            return Refusal(error.status_code, str(error.detail)).response
         # The page is mounted at the root, so requests end there if the method of a route differs.
         path, methods = shown(request.url.path), set[str]()
         for route in app.routes:
