@@ -321,18 +321,22 @@ def test_a_stream_says_the_role_the_text_the_end_and_the_usage(lm):
     assert len({chunk.id for chunk in (*chunks, last)}) == 1
 
 
-def test_traces_of_a_stream_are_those_of_its_own_texts(lm):
+@pytest.mark.parametrize("trace", [True, "full"])
+def test_traces_of_a_stream_are_those_of_its_own_texts(lm, trace):
     """A chunk's trace belongs to its own sequence, although both sequences share each step."""
     fields = {"prompt": TEXTS[:2], "max_tokens": 12, "temperature": 0, "stream": True}
-    body = {"speculation": {"trace": True}, "ignore_eos": True}
+    body = {"speculation": {"trace": trace}, "ignore_eos": True}
     chunks = ask(app_of(lm), lambda client: make(client.completions, **fields, extra_body=body))
     for index, text in enumerate(TEXTS[:2]):
         mine = [chunk for chunk in chunks if chunk.choices[0].index == index]
         traces = [chunk.draftwing for chunk in mine if hasattr(chunk, "draftwing")]
         expected = own(lm, text, max_tokens=12, ignore_eos=True)
-        assert [token for trace in traces for token in trace["token_ids"]] == expected.token_ids
+        assert [token for each in traces for token in each["token_ids"]] == expected.token_ids
         assert traces[0]["position"] == len(lm.encode(text))
-        assert [trace["at"] for trace in traces] == sorted(trace["at"] for trace in traces)
+        assert [each["at"] for each in traces] == sorted(each["at"] for each in traces)
+        assert traces[0]["at"] > 0
+        nodes = [node for each in traces for node in each["nodes"]]
+        assert {"distribution" in node for node in nodes} == {trace == "full"}
 
 
 def test_a_stream_of_completions_ends_with_done(lm):
@@ -578,6 +582,13 @@ def test_the_inspector_shows_costs_as_soon_as_steps_were_observed(folder):
     assert after["chain"] == after["tree"] == []
 
 
+def test_the_inspector_shows_the_costs_of_chains_and_trees(lm, monkeypatch):
+    costs = Costs(Curve(((1, 1.0), (2, 1.5))), Curve(((1, 0.25),)), Curve(((1, 0.5),)), 4)
+    monkeypatch.setattr(dw.LM, "observed_costs", costs)
+    shown = send(app_of(lm), lambda http: http.get("/inspector/costs")).json()
+    assert shown == {"verify": [[1, 1.0], [2, 1.5]], "chain": [[1, 0.25]], "tree": [[1, 0.5]]}
+
+
 def test_a_text_that_fails_is_an_error_and_the_others_are_not(folder):
     lm = load(folder, dtype="float64")
     with torch.no_grad():
@@ -648,11 +659,26 @@ def test_a_body_that_does_not_come_is_not_waited_for():
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
         await Guard(app, max_body=9, patience=patience)(scope, receive, send)
 
-    asyncio.run(work(never, 0.01))
+    asyncio.run(asyncio.wait_for(work(never, 0.01), PATIENT))
     assert (reached, sent[0]["status"]) == ([], 408)
     assert json.loads(sent[1]["body"])["error"]["type"] == "invalid_request_error"
     asyncio.run(work(at_once, PATIENT))
     assert (reached, len(sent)) == ([b"x"], 2)
+
+
+def test_a_length_of_any_number_of_digits_is_refused():
+    """Python refuses to make a number of thousands of them."""
+    sent = []
+
+    async def unused(*_):
+        raise AssertionError
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [(b"content-length", b"9" * 5000)]}
+    asyncio.run(Guard(unused, max_body=9)(scope, unused, send))
+    assert sent[0]["status"] == 413
 
 
 def test_keys_and_hosts(lm):
@@ -668,10 +694,14 @@ def test_keys_and_hosts(lm):
         open_to_all = [(await http.get(path)).status_code for path in ("/health", "/metrics", "/openapi.json")]
         hosts = ["localhost:80", "[::1]:80", "[::1]", "evil.example", "localhost.evil.example:80", ""]
         asked = [(await http.get("/health", headers={"host": host})).status_code for host in hosts]
-        return found, open_to_all, asked, await http.post("/v1/completions", json={"prompt": "x"})
+        spaced = await http.get("/v1/models", headers={"authorization": "Bearer  secret"})
+        writes = [(await http.post(path)).status_code for path in ("/health", "/other")]
+        refused = await http.post("/v1/completions", json={"prompt": "x"})
+        return [*found, spaced.status_code], open_to_all, asked, writes, refused
 
-    keys, open_to_all, hosts, refused = send(app_of(lm, **settings), work)
-    assert keys == [200, 200, 401, 401, 401, 401, 401]
+    keys, open_to_all, hosts, writes, refused = send(app_of(lm, **settings), work)
+    assert keys == [200, 200, 401, 401, 401, 401, 401, 200]
+    assert writes == [401] * 2
     assert open_to_all == [200] * 3
     assert hosts == [200, 200, 200, 403, 403, 403]
     assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
@@ -724,6 +754,11 @@ def test_times_are_counted_by_text_and_by_token():
     assert [value(f"{whole}_bucket", le=bound) for bound in ("0.5", "1.0")] == [0, 1]  # a bound is in its bucket
     metrics.add_step(SimpleNamespace(rows=[RowStep(4, (5,), 0, 0, 0)]), {4: ticket}, 102.0)
     assert value(f"{first}_count") == 2  # nothing was kept of the request that ended
+    metrics.add_step(SimpleNamespace(rows=[RowStep(5, (), 0, 0, 0)]), {5: ticket}, 103.0)
+    assert value(f"{first}_count") == 2  # a row that failed has no first token
+    for _ in range(2):
+        metrics.add_end(ticket, 103.0)
+    assert value("requests_total", finished_reason="length") == 3
 
 
 def test_how_busy_the_engine_is_under_both_names():

@@ -343,6 +343,36 @@ def test_half_sent_headers_do_not_keep_others_out(folder):
             each.close()
 
 
+def test_requests_that_may_run_have_connections_of_their_own(folder):
+    """With room for one connection and one request, two connections stay open, and a third one closes the first."""
+    with graceful(folder, max_connections=1) as (_, address):
+        first, second = half_sent(address), half_sent(address)
+        for each in (second, first):
+            each.sendall(b"y\r\n\r\n")
+            assert each.recv(12) == b"HTTP/1.1 200"
+            each.close()
+        first, second, third = (half_sent(address) for _ in range(3))
+        assert rest_of(first) == b""
+        for each in (first, second, third):
+            each.close()
+
+
+def test_a_second_signal_ends_it_at_once(folder, monkeypatch):
+    may_go_on = hold_texts(monkeypatch)
+    with (
+        graceful(folder, patience=10 * PATIENT) as (server, (_, port)),
+        HTTP.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=LONG) as answer,
+    ):
+        lines = answer.iter_lines()  # dropping the generator would close the connection
+        next(lines)
+        server.handle_exit(signal.SIGTERM, None)
+        until(lambda: is_draining(f"http://127.0.0.1:{port}"))
+        assert not server.should_exit
+        server.handle_exit(signal.SIGTERM, None)
+        until(lambda: server.should_exit)
+        may_go_on.set()
+
+
 @pytest.mark.parametrize("text", [b"", b"GET /health", b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /health HT"])
 def test_headers_must_come_in_time(folder, text):
     """Those of a second request on the same connection too."""

@@ -77,6 +77,8 @@ CALL = {"function": {"name": "weather", "arguments": {"city": "Rome"}}}
         ('{"parameters": {"city": "Rome"}, "type": "x", "name": "weather"}', "", [ROME]),
         ('{"name": "weather", "id": [{"a": "]}"}, 1], "arguments": {"city": "Rome"}} ', "", [ROME]),
         ('{"name": "weather"}', "", [("weather", {})]),
+        ('{"arguments": {"city": "Rome"}, "name": "weather", "parameters": {"city": "Oslo"}}', "", [ROME]),
+        ('{"name": "weather", "arguments": "{\\"city\\":\n\\"Rome\\"}"}', "", [ROME]),
         ('{"name": "add", "arguments": {"q": "a \\" } </tool_call> \\\\", "d": [{}]}}', "", [("add", QUOTED)]),
         ('wea<tool_call>{"name": "add", "arguments": {"a": 1, "b": [2]}}', "wea", [TWO]),
         ("<tool_call>none</tool_call> weather", "<tool_call>none</tool_call> weather", []),
@@ -169,6 +171,9 @@ def test_tools_of_a_template_whose_turns_alternate(folder_of, tmp_path_factory):
 def test_turns_that_are_not_results_stay_as_they_are():
     messages = [{"role": "user", "content": text} for text in ("a", "b")]
     assert messages_with_tools(messages, []) == messages
+    result = {"role": "tool", "content": "1"}
+    merged = messages_with_tools([messages[0], result, messages[1]], [])
+    assert merged == [{"role": "user", "content": "a\n<tool_response>\n1\n</tool_response>\nb"}]
     prefix = {"role": "assistant", "content": "c", "prefix": True}
     assert messages_with_tools([prefix], TOOLS, reads_system=False)[1] == prefix
 

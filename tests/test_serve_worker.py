@@ -85,6 +85,7 @@ def test_a_late_reader_gets_everything_in_few_parts_and_is_woken_once(lm, worker
     starts = [len(lm.encode(TEXTS[0])), *(part.row.position + len(part.row.token_ids) for part in parts)]
     assert [part.row.position for part in parts] == starts[:-1]
     assert sum(part.row.num_accepted for part in parts) == expected.stats.num_accepted
+    assert sum(part.row.num_drafted for part in parts) == expected.stats.num_drafted > 0
     assert len(told) <= 2  # that there is something, and that it ended
     assert ticket.take() == ([], True)
 

@@ -66,6 +66,9 @@ def test_a_trace_says_what_its_step_did(lm_of, draft, temperature):
         if step.tree.node_probs is not None:
             told = step.tree.node_probs[0][step.tree.tokens[0] != PAD].tolist()
             assert [node["chance"] for node in nodes[1:]] == pytest.approx(told[1:], rel=1e-4)
+        if step.tree.confidence is not None:
+            told = step.tree.confidence[0][step.tree.tokens[0] != PAD].tolist()
+            assert [node["reach"] for node in nodes[1:]] == pytest.approx(told[1:], rel=1e-4)
         text, drafted = text + row.text, drafted + row.num_drafted
     options = {"temperature": temperature, "seed": 3, "max_tokens": LENGTH, "ignore_eos": True}
     assert text == lm_of("none").generate(PROMPT, **options)[0].text
