@@ -1,5 +1,6 @@
 """Texts that are passed over: decoded as if there were no drafter, and without it."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -168,6 +169,29 @@ def test_what_speaks_for_drafts_is_heard(wishes, asked, target, texts):
     own.run()
     assert [each.token_ids for each in found] == texts
     assert len(planner.asked) == asked
+
+
+def test_a_constrained_text_is_not_passed_over(target):
+    """Its masks make single tokens certain, which drafts may use."""
+
+    class Anything:
+        def start(self):
+            return self
+
+        def allowed(self):
+            return np.full(-(-VOCAB // 32), 2**32 - 1, dtype=np.uint32)
+
+        def take(self, token):
+            pass
+
+        def fork(self):
+            return self
+
+    own, planner = engine_of(target, [])
+    request = own.submit(PROMPTS[0], Sampling(max_tokens=3, seed=0), constraint=Anything())
+    own.run()
+    assert request.error is None
+    assert not planner.asked
 
 
 def test_rows_that_may_run_together_are_not_passed_over(target):

@@ -281,6 +281,36 @@ def test_who_comes_in_finds_all_of_its_pages(missing, target):
     assert [each.token_ids for each in made] == texts_alone(target, work)
 
 
+@pytest.mark.parametrize(("is_running", "missing", "most"), [(True, 2, 2), (True, 3, 1), (False, 0, 2), (False, 1, 1)])
+def test_pages_in_common_are_saved_only_while_a_row_holds_them(is_running, missing, most, target):
+    """Two requests that need so many pages each, of which the second one finds two: of the first, or of one before."""
+    (prompt, sampling), (other, _) = ((each * 4, sampling) for each, sampling in long_ones(2, max_tokens=40))
+    needs = pages_of(len(prompt) + 40 + load.tree_slots([dw.Budget()]))
+    own, found = plain_engine(target, 2 * needs - missing, optimism=0.0), 0
+    if not is_running:
+        own.submit(prompt, Sampling(max_tokens=1))
+        own.run()
+    made = [own.submit(prompt if is_running else other, sampling)]
+    own.step()
+    made.append(own.submit(prompt, sampling))
+    for _ in range(12):
+        found = max(found, len(own.step().rows))
+    assert found == most
+    own.run()
+    assert made[1].num_cached >= 2 * PAGE
+    assert own.stats.num_preempted == 0
+    assert [each.token_ids for each in made] == [text_of(target, each.prompt_ids, sampling) for each in made]
+
+
+def test_a_limit_beyond_the_context_needs_the_memory_of_the_context(target):
+    needs = pages_of(target.max_length + load.tree_slots([dw.Budget()]))
+    own = plain_engine(target, 2 * needs, optimism=0.0)
+    made = [own.submit(prompt, sampling) for prompt, sampling in long_ones(2, max_tokens=10**6)]
+    for _ in range(4):
+        own.step()
+    assert own.num_running == len(made)
+
+
 def test_a_prompt_that_gives_way_while_it_is_read_comes_back(target):
     own = plain_engine(target, 16)
     first = own.submit([5, 6], Sampling(max_tokens=30, ignore_eos=True))
@@ -526,6 +556,12 @@ def test_priorities_and_deadlines(paged, target):
     own.submit([6], sampling)
     own.run()
     assert ended.finish_reason == "length"
+    cancelled = own.submit([5], sampling)
+    own.step()
+    own.cancel(cancelled)
+    with refused(ConfigError, "nothing to decode"):
+        own.step()
+    assert len(cancelled.token_ids) == 1
     for wrong in (1.5, "high", True):
         with refused(ConfigError, "priority must be a whole number, found"):
             own.submit([5], priority=wrong)
