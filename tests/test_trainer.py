@@ -26,13 +26,14 @@ from conftest import refused
 from draftwing.errors import CheckpointError, ConfigError, NumericsError
 from draftwing.methods.eagle import initialise
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
+from draftwing.methods.objectives import OBJECTIVES
 from draftwing.models.lean import LeanTarget
 from draftwing.train import trainer as trainer_module
 from draftwing.train.data import Batch, Batches, Corpus, Example
 from draftwing.train.features import FeatureBatch, OnlineFeatures, scored
 from draftwing.train.options import TrainOptions
 from draftwing.train.session import RunFiles, prepare
-from draftwing.train.trainer import CHECKPOINT, Trainer, read_checkpoint
+from draftwing.train.trainer import CHECKPOINT, Trainer, noise_seed, read_checkpoint
 
 METRICS = "metrics.jsonl"
 RANKS_TIMEOUT = 280  # seconds: on a busy machine most of it is imports
@@ -509,6 +510,54 @@ def test_the_rate_warms_up_and_falls_to_a_fiftieth(folder, tmp_path):
     assert rates[:5] == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3])
     through = np.arange(16) / 16
     assert rates[4:] == pytest.approx(1e-3 * (0.02 + 0.98 * (1 + np.cos(np.pi * through)) / 2))
+
+
+class Slow:
+    """A source, and the clock of its run: a batch takes 1 s, and ``slow`` seconds from the tenth on."""
+
+    def __init__(self, source, slow: float) -> None:
+        self._source, self._slow, self.now = source, slow, 0.0
+
+    def batch(self, number: int, rank: int = 0, world_size: int = 1) -> FeatureBatch:
+        self.now += 1.0 if number < 10 else self._slow
+        return self._source.batch(number, rank, world_size)
+
+
+@pytest.mark.parametrize(("slow", "iterations"), [(1.0, 30), (2.0, 21)])
+def test_a_timed_run_takes_its_time(slow, iterations, folder, tmp_path, monkeypatch):
+    """Half a minute: the number of updates is estimated again, so a run that becomes slower makes fewer."""
+    source = Slow(Toy(folder, 3), slow)
+    monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: source.now))
+    options = {"iterations": None, "minutes": 0.5, "lr": 1e-3, "save_every": 100, "unroll_steps": 1}
+    progress = make(folder, tmp_path, source=source, **options).run()
+    assert progress.iteration == progress.iterations == iterations
+    rates = [line["lr"] for line in metrics_of(tmp_path)]
+    assert rates[:6] == pytest.approx([1e-3 * number / 20 for number in range(1, 7)])  # while the speed is unknown
+    assert rates[-1] < 1e-4
+
+
+def test_the_loss_adds_up_the_means_of_its_steps(folder, tmp_path, monkeypatch):
+    """A step's weight is a power of the objective's decay; micro-batches count equally."""
+    monkeypatch.setitem(OBJECTIVES, "half", replace(OBJECTIVES["eagle3"], decay=0.5))
+    monkeypatch.setitem(OBJECTIVES, "whole", replace(OBJECTIVES["eagle3"], decay=1.0))
+    toy = Toy(folder, 3)
+    source = SimpleNamespace(batch=lambda number, *_: toy.batch(0))
+
+    def loss(objective, unroll_steps, **options):
+        out = tmp_path / f"{objective}-{unroll_steps}-{len(options)}"
+        options |= {"objective": objective, "unroll_steps": unroll_steps}
+        make(folder, out, source=source, iterations=1, **options).run()
+        return metrics_of(out)[0]["loss"]
+
+    first, both = loss("whole", 1), loss("whole", 2)
+    assert loss("half", 1) == pytest.approx(first)
+    assert loss("half", 2) == pytest.approx(first + 0.5 * (both - first))
+    assert loss("whole", 2, accumulation=2) == pytest.approx(both)
+
+
+def test_no_two_batches_have_the_same_noise():
+    seeds = {noise_seed(seed, number) for seed in range(3) for number in range(1000)}
+    assert len(seeds) == 3000
 
 
 @pytest.mark.parametrize("ids", [[], [[7]], [[7, 9]]], ids=["no rows", "one token", "two tokens"])
