@@ -25,7 +25,7 @@ from draftwing.serve.metrics import Metrics
 from draftwing.serve.stream import speculation_metrics
 from draftwing.stats import RowStep
 from draftwing.worker import Ticket
-from serving import PATIENT, TEXTS, app_of, ask, chat, chat_folder, complete, load, make, question, send
+from serving import PATIENT, TEMPLATE, TEXTS, app_of, ask, chat, chat_folder, complete, load, make, question, send
 
 
 @pytest.fixture(scope="module")
@@ -229,6 +229,14 @@ def test_messages_of_every_form_reach_the_template(lm):
     answer = chat(app_of(lm), messages, **limits, temperature=0, user="me", extra_body=mood)
     assert answer.usage.prompt_tokens == len(ids)
     assert answer.choices[0].message.content == own(lm, ids, max_tokens=5).text
+
+
+def test_options_of_the_tokenizer_are_no_variables_of_a_template(folder_of, tmp_path_factory):
+    lm = load(chat_folder(folder_of, tmp_path_factory, TEMPLATE + "{% if padding %} {% endif %}"))
+    body = {"messages": question("x"), "max_tokens": 1, "chat_template_kwargs": {"padding": True}}
+    answer = send(app_of(lm), lambda http: http.post("/v1/chat/completions", json=body))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "chat_template_kwargs"
 
 
 def test_refusals_and_prefixes_reach_the_template(lm):

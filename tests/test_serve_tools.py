@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel
 
-from draftwing.serve.convert import call_schemas, forced_schema, messages_with_tools, parse_chat
+from draftwing.serve.convert import call_schemas, forced_schema, messages_with_tools, parse_chat, template_messages
 from draftwing.serve.models import ChatBody
 from draftwing.serve.tool_calls import ToolReader
 from draftwing.text.grammar import Grammar
@@ -176,6 +176,15 @@ def test_turns_that_are_not_results_stay_as_they_are():
     assert merged == [{"role": "user", "content": "a\n<tool_response>\n1\n</tool_response>\nb"}]
     prefix = {"role": "assistant", "content": "c", "prefix": True}
     assert messages_with_tools([prefix], TOOLS, reads_system=False)[1] == prefix
+
+
+def test_arguments_of_earlier_calls_are_objects():
+    """Those that are not JSON stay as they are."""
+    for given, expected in (("", {}), (None, {}), ('{"a": 1}', {"a": 1}), ({"a": 1}, {"a": 1}), ("{", "{")):
+        call = {"function": {"name": "f", "arguments": given}}
+        body = ChatBody.model_validate({"messages": [{"role": "assistant", "tool_calls": [call]}]})
+        (message,) = template_messages(body)
+        assert message["tool_calls"][0]["function"]["arguments"] == expected
 
 
 def test_a_template_with_tools_gets_them(folder_of, tmp_path_factory):
