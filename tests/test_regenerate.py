@@ -7,6 +7,7 @@ import subprocess
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -434,6 +435,30 @@ def test_a_busy_server_is_asked_again(server, dialogues, tmp_path):
     assert len(server.requests) == 5
 
 
+def test_a_busy_server_says_how_long_to_wait(server, dialogues, tmp_path, monkeypatch):
+    """But not longer than a minute."""
+    waits = []
+
+    class Event(threading.Event):
+        def wait(self, timeout=None):
+            waits.append(timeout)
+            return False
+
+    module = SimpleNamespace(Event=Event, Thread=threading.Thread)
+    monkeypatch.setattr("draftwing.train.answer_server.threading", module)
+    troubles = iter([(429, {"Retry-After": "7"}, ""), (503, {"Retry-After": "999"}, "")])
+    server.script = lambda body: next(troubles, None)
+    assert regenerate(read_tasks([dialogues], limit=1), answerer(server), tmp_path / "out.jsonl").num_written == 1
+    assert waits == [7, 60]
+
+
+def test_no_proxy_is_asked_for_this_machine(server, dialogues, tmp_path, monkeypatch):
+    for name, value in (("http_proxy", "http://192.0.2.1:9"), ("no_proxy", "")):
+        monkeypatch.setenv(name, value)
+    done = regenerate(read_tasks([dialogues]), answerer(server, timeout=1), tmp_path / "out.jsonl")
+    assert done.num_written == 3
+
+
 def test_a_server_that_goes_down_keeps_what_was_finished(server, dialogues, tmp_path):
     tasks, out = read_tasks([dialogues]), tmp_path / "out.jsonl"
     server.script = lambda body: (500, {}, "out of memory") if body["messages"][0]["content"] == "class" else None
@@ -655,6 +680,7 @@ def test_failed_answers_are_counted_and_asked_again(dialogues, tmp_path):
     )
     done = regenerate(tasks, BatchAnswerer([replies, more]), out)
     assert done.num_written == 2
+    assert regenerate(tasks, BatchAnswerer([more, replies]), tmp_path / "reversed.jsonl").num_written == 2
     assert [where for where, _ in done.skipped] == [f"{dialogues}, line 2"]
     assert "expected a completion, found" in done.skipped[0][1]
     # A prompt that is refused ends its dialogue before it.
@@ -674,6 +700,7 @@ def test_files_that_are_no_batch(dialogues, tmp_path):
     ask(tmp_path / "requests.jsonl", read_tasks([dialogues]))
     replies = write_lines(tmp_path / "replies.jsonl", map(reply_to, lines_of(tmp_path / "requests.jsonl")))
     assert BatchAnswerer([replies]).count_unknown(read_tasks([dialogues], limit=2)) == 1
+    assert BatchAnswerer([]).count_unknown(read_tasks([dialogues])) == 0
     strangers = tmp_path / "strangers.jsonl"
     strangers.write_text('{"prompt": "who is there?"}\n')
     with refused(DataError, "the 3 answers belong to no prompt of the data"):

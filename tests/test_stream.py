@@ -219,6 +219,17 @@ def test_damaged_data_sets(tmp_path):
         list(read_files(find_files([file]), None))
 
 
+def test_a_bad_record_of_a_stream_is_named_by_its_number(stream, tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    file = tmp_path / "bad.parquet"
+    rows = [{"text": "one", "note": "x"}, {"text": None, "note": "x"}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    with refused(DataError, "bad.parquet, record 2"):
+        stream(file)
+
+
 def test_without_the_package(tables, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with refused(ConfigError, "needs the package datasets: run pip install"):
