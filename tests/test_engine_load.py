@@ -384,6 +384,12 @@ def test_what_cannot_fit_is_refused(target, folder_of):
         Decoder(AdapterTarget(build("gpt2")), kv_memory=1 << 20)
 
 
+@pytest.mark.parametrize("references", ["text", [5], [[VOCAB]], [[-1]], [[True]], [["x"]], [[5], None]], ids=str)
+def test_references_are_lists_of_ids(references, target):
+    with refused(PromptError, "references must be lists of token ids from 0 to", "encode each text first"):
+        Engine(dw.Decoder(target)).submit([5], references=references)
+
+
 def test_a_wide_tree_of_one_request_needs_room_while_it_runs(target):
     """And no longer: others are refused nothing afterwards."""
     own = plain_engine(target, 16)

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import draftwing as dw
-from conftest import SMALL, Recorder, check_engine, kernel_size
+from conftest import SMALL, Recorder, check_engine, kernel_size, refused
 from draftwing.decode import Decoder
 from draftwing.engine import Engine
+from draftwing.errors import SlotsError
 from draftwing.models.lean import LeanTarget
 from draftwing.models.paged import PAGE, PageTable, new_cache
 from draftwing.sampling import Sampling
@@ -345,6 +346,30 @@ def test_caches_that_are_made_again_are_the_old_ones_each_once():
     after = made(table)
     assert [id(each) for each in after] == [id(each) for each in before]
     assert len(table.caches) == 3
+
+
+def test_rows_of_another_length_have_a_table_of_their_own():
+    table = PageTable(4, 1024)
+    made, shape = table.cache(1, 1, 8, torch.float32, torch.device("cpu")), (1, 1, 8, torch.float32)
+    apart = table.apart(2048)
+    other = apart.cache(*shape, torch.device("cpu"))
+    made.leads = True
+    table.allocate(6 * table.num_page_bytes)
+    table.restart()
+    assert not made.leads  # the next target's cache does
+    assert table.apart(2048) is apart
+    assert (table.num_pages, apart.num_pages) == (4, 4)
+    apart.hold(0, [PAGE + 1], 0)
+    assert (table.num_available, apart.num_available) == (4, 2)
+    other.move_row(0, 0)  # without a leader: nothing else removes its rows
+    assert apart.num_available == 4
+    apart.hold(0, [PAGE], 0)
+    apart.rows.clear()  # as an interrupt may leave it
+    with refused(SlotsError, "1 are counted wrongly"):
+        table.check()
+    table.recount()
+    table.check()
+    assert apart.num_available == 4
 
 
 def test_pages_that_belong_to_no_row_hold_zeros(monkeypatch):
