@@ -445,6 +445,11 @@ def test_no_token_of_a_prefix_counts():
         assert [bool(counts) for counts in mask] == [False] * 3 + [True] * (len(ids) - 3)
 
 
+def test_dialogues_that_are_answered_behind_the_limit_make_no_row():
+    late, early = (Example(np.arange(10, dtype=np.int32), np.arange(10) == place) for place in (5, 4))
+    assert Batches(Corpus((late, early)), 40, 5).lengths.tolist() == [5]
+
+
 def test_without_bos_windows_are_stream_alone():
     batches = Batches(Corpus(stream=np.arange(3, 103, dtype=np.int32), starts=np.asarray([0])), 40, 20, seed=0)
     assert sorted(token for ids, _ in epoch(batches, 0) for token in ids) == list(range(3, 103))

@@ -127,6 +127,11 @@ def test_tasks_of_documents(documents, lm):
     assert read_tasks([documents], prompt_tokens=2)[0].text == "first li"
 
 
+def test_a_short_document_keeps_half_of_itself(tmp_path):
+    (tmp_path / "short.txt").write_text("abcdefgh")
+    assert [task.text for task in read_tasks([tmp_path / "short.txt"])] == ["abcd"]
+
+
 def test_tasks_and_answerers_refuse(tmp_path, documents, lm):
     with refused(ConfigError, "prompt_tokens must be at least 1, found 0"):
         read_tasks([documents], prompt_tokens=0)

@@ -182,6 +182,13 @@ def test_every_batch_is_read_once_and_in_order(folder, tmp_path):
     assert read == [0, *range(16)]  # the first batch is looked at once before: see ``train.units``
 
 
+def test_a_head_knows_the_last_evaluation_before_it_was_resumed(folder, tmp_path):
+    for stop in (7, 8):
+        stop_at(make(folder, tmp_path, evaluate=measure, eval_every=3, iterations=9), stop).run()
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert config["draftwing"]["training"]["held_out"]["iteration"] == 6
+
+
 @pytest.mark.parametrize("saved", [0, 6])
 def test_lines_that_the_checkpoint_lacks_are_dropped(saved, folder, unbroken, tmp_path):
     """A killed run may have logged more than it saved, and half a line; even before its first checkpoint."""
