@@ -29,7 +29,7 @@ from draftwing.lab.forecast import (
 from draftwing.lm import LM
 from draftwing.methods.base import EAGLE_TREE, Budget
 from draftwing.sampling import Sampling
-from draftwing.shipped import TOY
+from draftwing.shipped import SHIPPED, TOY
 from draftwing.text.prompts import shipped_prompts
 
 BUDGETS = {
@@ -271,3 +271,25 @@ def test_the_command_refuses(words, said):
     shown = invoke(*words)
     assert shown.exit_code != 0
     assert said in f"{shown.output}{shown.exception}"
+
+
+def test_collecting_for_a_shipped_head_leaves_the_package_alone(tmp_path, monkeypatch):
+    def contents():
+        return {path: path.read_bytes() for path in SHIPPED.rglob("*") if path.is_file()}
+
+    monkeypatch.setenv("DRAFTWING_CACHE", str(tmp_path / "cache"))
+    before = contents()
+    try:
+        collected = invoke("--collect", "-T", "0.5", "--num-prompts", "1", "--tree", "chain:2", "--json")
+        changed = [path for path, data in contents().items() if before.get(path) != data]
+    finally:  # other tests read these files
+        for path, data in before.items():
+            if path.read_bytes() != data:
+                path.write_bytes(data)
+    assert collected.exit_code == 0, collected.output
+    assert not changed
+    assert str(tmp_path / "cache") in collected.stderr
+    # The statistics are found again, with those that ship.
+    again = invoke("--tau-only", "-T", "0.5", "-T", "0", "--tree", "chain:2", "--json")
+    assert again.exit_code == 0, again.output
+    assert json.loads(again.stdout)["statistics"]["texts"].keys() >= {"0", "0.5"}

@@ -202,7 +202,11 @@ def predict(
     temperature: list[float] | None = option(
         None, "Temperature, of those that the statistics cover; repeatable. [default: all]", "-T"
     ),
-    collect: bool = option(False, "First collect the head's statistics on the prompts and store them with the head."),
+    collect: bool = option(
+        False,
+        "First collect the head's statistics on the prompts and store them with the head, or in the cache folder for "
+        "a head that ships with Draftwing.",
+    ),
     prompts: str | None = PROMPTS,
     num_prompts: int = option(40, "Collect on only the first N prompts.", min=1),
     tau_only: bool = option(False, "Load no model and measure no costs: predict tau alone.", expert=True),

@@ -19,6 +19,7 @@ import json
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -38,10 +39,12 @@ from draftwing.models.target import Target
 from draftwing.request import Request
 from draftwing.runtime.tree_builder import static_levels
 from draftwing.sampling import Sampling, SamplingBatch
-from draftwing.storage import check_regular, replacing, writing
+from draftwing.shipped import SHIPPED
+from draftwing.storage import cache_folder, check_regular, private_folder, replacing, writing
 from draftwing.tree import PAD, Accepted, DraftTree
 
 FILE = "held_out.npz"  # in a head's folder
+_CACHE = "held-out"  # folder in the cache for statistics of heads that ship with Draftwing
 DEPTH, WIDTH = 10, 10  # the reference tree
 REFERENCE = Budget(DEPTH, WIDTH, nodes=WIDTH + (DEPTH - 1) * WIDTH * WIDTH)  # keeps every node that it scores
 TOKENS, MAX_BATCH = 128, 16  # tokens per collected text, and texts that are decoded at once
@@ -148,8 +151,18 @@ class HeldOut:
         }
 
     def write(self, folder: Path) -> Path:
-        """Write the file into a head's folder, atomically, and return its path."""
-        file = Path(folder) / FILE
+        """Write the file into a head's folder, atomically, and return its path.
+
+        The installed package is never changed: the file of a head that ships with Draftwing goes to the cache folder.
+        """
+        if (name := _shipped_name(folder)) is None:
+            return self._write(Path(folder) / FILE)
+        with writing(Path(_CACHE, name)), private_folder() as cache:
+            folder = cache.path / _CACHE / name
+            folder.mkdir(parents=True, exist_ok=True)
+        return self._write(folder / FILE)
+
+    def _write(self, file: Path) -> Path:
         about = {**_FORMAT, **self._origin(), "texts": list(self.texts)}
         arrays = {"about": np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)}
         for number, texts in enumerate(self.texts.values()):
@@ -160,8 +173,18 @@ class HeldOut:
 
     @classmethod
     def read(cls, folder: Path) -> HeldOut:
-        """Read the file in a head's folder. Raises CheckpointError if there is none, or one made with other weights."""
-        file = Path(folder) / FILE
+        """Read the file in a head's folder, or of a shipped head the one that ``write`` put into the cache folder.
+
+        Raises CheckpointError if there is none, or one made with other weights.
+        """
+        name, cache = _shipped_name(folder), cache_folder()
+        if name is not None and cache is not None:
+            with suppress(CheckpointError):  # none was collected, or another version of Draftwing did
+                return cls._read(cache / _CACHE / name / FILE, folder)
+        return cls._read(Path(folder) / FILE, folder)
+
+    @classmethod
+    def _read(cls, file: Path, folder: Path) -> HeldOut:
         collect = f"collect them with `draftwing predict --collect --draft {folder}` and the head's target and prompts"
         if not file.exists():
             raise CheckpointError(f"{folder}: has no held-out statistics ({FILE}), which a forecast needs: {collect}")
@@ -190,6 +213,12 @@ class HeldOut:
             }
         origin = {name: str(about[name]) for name in ("head", "target", "runs_as")}
         return cls(**origin, context=float(about["context"]), texts=texts)
+
+
+def _shipped_name(folder: Path) -> str | None:
+    """Return a head's name below the package's ``shipped`` folder; None for any other head."""
+    folder = Path(folder).resolve()
+    return str(folder.relative_to(SHIPPED.resolve())) if folder.is_relative_to(SHIPPED.resolve()) else None
 
 
 # --- walks -----------------------------------------------------------------------------------------------------------
