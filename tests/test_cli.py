@@ -200,6 +200,45 @@ def test_an_interrupt_keeps_the_text_so_far_and_a_reader_that_is_gone_is_no_erro
     assert result.stderr == says
 
 
+_LOSES_AN_INTERRUPT = {
+    "a weakref callback": """
+        class Thing: pass
+        thing = Thing()
+        reference = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))
+        del thing
+        select.select([os.pipe()[0]], [], [], 60)
+    """,
+    "PyTorch imports numpy": """
+        class Interrupting:
+            def find_spec(self, name, path, target=None):
+                if name == "numpy.lib":
+                    signal.raise_signal(signal.SIGINT)
+        sys.meta_path.insert(0, Interrupting())
+        import torch
+    """,
+}
+
+
+@pytest.mark.parametrize("code", _LOSES_AN_INTERRUPT.values(), ids=_LOSES_AN_INTERRUPT)
+def test_no_interrupt_is_lost(code):
+    """Exceptions in these places are only reported, or not even that."""
+    script = f"""if True:
+    import os, select, signal, sys, weakref
+    from draftwing.__main__ import main
+    from draftwing.cli.main import app
+
+    @app.command()
+    def lose():
+        {code}
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.argv = ["draftwing", "lose"]
+    main()
+    """
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PROCESS_SECONDS)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
 def test_an_interrupt_at_stdin_is_quiet(target, monkeypatch, capsys):
     """Ctrl-C while it waits for the end of stdin."""
 
