@@ -1,5 +1,6 @@
 """Whole models out of GGUF files, drafted or not: in float32 arithmetic the numbers of their float32 expansion."""
 
+import resource
 from contextlib import closing
 from dataclasses import replace
 
@@ -385,6 +386,17 @@ def test_what_a_heads_file_cannot_express(source, file_of, tmp_path):
     save_file(weights, large / "model.safetensors")
     with refused(CheckpointError, "fc.weight", "infinite"):
         convert(large, out, "gguf", target_file=target_file, dtype="float16")
+    assert not out.exists()
+    convert(head, out, "gguf", target_file=target_file)
+    size, before = out.stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+    out.unlink()
+    for num_bytes in (0, 4096, size // 2, size - 1):  # a disk that is full in the metadata or in the tensors
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+        try:
+            with refused(CheckpointError, f"{out}: cannot be written", "exceed the size limit"):
+                convert(head, out, "gguf", target_file=target_file)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not out.exists()
     assert not list(tmp_path.glob("*.partial"))
     for draft, kind, depth in ((head, "eagle3", "3"), ("block", "dspark", "4")):

@@ -165,6 +165,13 @@ def _tensors(architecture: str, config: Any, tensors: Mapping[str, Tensor], kind
     return stored
 
 
+class _Stored(np.ndarray):
+    """An array that reports a full disk: numpy's own ``tofile`` ignores errors of closing its C file."""
+
+    def tofile(self, fid: Any, sep: str = "", format: str = "%s") -> None:
+        fid.write(self.data)
+
+
 def _write(path: Path, architecture: str, data: Mapping[str, Any], tensors: Mapping[str, tuple[Tensor, str]]) -> None:
     from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter  # here: the package takes a while
 
@@ -184,7 +191,8 @@ def _write(path: Path, architecture: str, data: Mapping[str, Any], tensors: Mapp
         for name, (tensor, kind) in tensors.items():
             numbers = tensor.to("cpu", dtypes[kind]).contiguous()
             check_finite(f"{name} of {path}", numbers)
-            writer.add_tensor(name, numbers.view(torch.uint8).numpy(), raw_dtype=GGMLQuantizationType[kind])
+            stored = numbers.view(torch.uint8).numpy().view(_Stored)
+            writer.add_tensor(name, stored, raw_dtype=GGMLQuantizationType[kind])
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
