@@ -337,10 +337,17 @@ def write_head(folder: Path, net: EagleNet, *, training: Mapping[str, Any] | Non
     save_head(Path(folder), head, "draftwing")
 
 
-def save_head(folder: Path, head: Head, layout: str, *, depth: int = 5) -> None:
-    """Write a head in one of the ``LAYOUTS``; see ``head_files``."""
+def save_head(
+    path: Path, head: Head, layout: str, *, depth: int = 5, target_file: Path | None = None, dtype: str | None = None
+) -> None:
+    """Write a head in one of the ``LAYOUTS``: a folder, or a file for gguf. See ``head_files`` and ``convert``."""
     config, tensors = head_files(head, layout, depth)
-    write_folder(folder, config, tensors)
+    if layout == "gguf":
+        fields = {name: getattr(head.config, name) for name in ("norm_before_residual", "norm_before_fc")}
+        fields["target_hidden_size"], own = head.config.feature_size, config["draftwing"]
+        write_gguf(path, "eagle3", head.config, fields, tensors, own, target=target_file, dtype=dtype)
+    else:
+        write_folder(path, config, tensors)
 
 
 def check_destination(folder: Path) -> None:
@@ -430,13 +437,9 @@ def convert(
     for text in head.warnings:
         if taps is None or "taps=" not in text:  # the argument replaces a guess
             warnings.warn(DraftwingWarning(text), stacklevel=2)
+    save_head(destination, head, to, depth=depth, target_file=target_file, dtype=dtype)
     if to == "gguf":
-        written, tensors = head_files(head, to)
-        fields = {name: getattr(head.config, name) for name in ("norm_before_residual", "norm_before_fc")}
-        fields["target_hidden_size"], own = head.config.feature_size, written["draftwing"]
-        write_gguf(destination, "eagle3", head.config, fields, tensors, own, target=target_file, dtype=dtype)
         return
-    save_head(destination, head, to, depth=depth)
     copy_stored(source, destination)
     name, config = destination.resolve().name, head.config
     method = "eagle" if config.version == 1 else "eagle3" if config.mask_token_id is None else "peagle"
