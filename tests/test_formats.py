@@ -1130,6 +1130,28 @@ def test_a_failed_write_leaves_what_was_there(head, monkeypatch, tmp_path):
         write_head(head / "config.json" / "head", net_of())
 
 
+@pytest.mark.parametrize("num_files", [0, 1])
+def test_a_killed_write_leaves_no_config_with_other_weights(head, monkeypatch, num_files):
+    """A kill after ``num_files`` files of the new head are in place."""
+    old = {path.name: path.read_bytes() for path in head.iterdir()}
+    replace, placed = os.replace, []
+
+    def killed(source, destination):
+        if len(placed) == num_files:
+            raise SystemExit
+        placed.append(destination)
+        replace(source, destination)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        with pytest.raises(SystemExit):
+            write_head(head, net_of("eagle1"))
+    assert len(placed) == num_files
+    assert old["config.json"] not in [path.read_bytes() for path in head.glob("config.json")]
+    write_head(head, net_of("eagle1"))
+    assert_same_net(net_of("eagle1"), load(head))
+
+
 def test_a_disk_that_really_refuses(tmp_path):
     """A limit on the size of files makes the writer of weights itself fail, half way."""
     net = net_of()
@@ -1140,6 +1162,14 @@ def test_a_disk_that_really_refuses(tmp_path):
             write_head(tmp_path / "head", net)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_head_is_saved_as_a_gguf_file_or_not_at_all(tmp_path):
+    with refused(CheckpointError, "one file: choose a name that ends in .gguf"):
+        save_head(tmp_path / "head", head_of("eagle3"), "gguf")
+    with refused(ConfigError, "holds the tokenizer of its target", "--target"):
+        save_head(tmp_path / "head.gguf", head_of("eagle3"), "gguf")
     assert list(tmp_path.iterdir()) == []
 
 

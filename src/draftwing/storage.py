@@ -174,18 +174,28 @@ def new_folder(folder: Path) -> Iterator[Path]:
     try:
         partial.mkdir(parents=True)
         yield partial
-        try:
-            if folder.is_dir():  # perhaps some shell's current folder, which keeps its identity
-                raise FileExistsError
-            partial.rename(folder)
-        except OSError:
-            if not folder.is_dir():
-                raise
-            # The config last: a folder with a config has the weights that belong to it, but for a moment.
+        if not _renamed(partial, folder):
+            # The config last, and no config until then: a kill must not leave one next to the weights of another.
+            old, new = (place / "config.json" for place in (folder, partial))
+            if old.exists() and new.exists() and old.read_bytes() != new.read_bytes():
+                old.unlink()
             for file in sorted(partial.iterdir(), key=lambda file: file.name == "config.json"):
                 os.replace(file, folder / file.name)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _renamed(partial: Path, folder: Path) -> bool:
+    """Rename a folder to a new name; return False if there is a folder, which another process may just have made."""
+    if folder.is_dir():  # renaming onto it would fail, or replace some shell's current folder
+        return False
+    try:
+        partial.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+        return False
+    return True
 
 
 def partial_name(path: Path) -> Path:

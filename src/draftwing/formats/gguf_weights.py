@@ -52,7 +52,7 @@ from draftwing.models.weights import (
     dequantized,
     joined,
 )
-from draftwing.storage import new_folder, writing
+from draftwing.storage import new_folder, remove_leftovers, writing
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -554,6 +554,7 @@ def _check_room(out: Path, needed: int) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out}: expected a new or an empty folder, found something in it. Choose another one.")
     out.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(out)  # which take room
     free = shutil.disk_usage(out.parent).free
     if free < needed:
         raise CheckpointError(
