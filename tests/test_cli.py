@@ -31,6 +31,7 @@ from draftwing.formats import gguf_weights
 from draftwing.formats import write as write_module
 from draftwing.lab import compare as compare_module
 from draftwing.shipped import TOY
+from draftwing.text.tokenizer import Tokenizer
 from draftwing.train.trainer import Progress as TrainProgress
 
 PROMPT = TEXTS[0]
@@ -198,6 +199,21 @@ def test_an_interrupt_keeps_the_text_so_far_and_a_reader_that_is_gone_is_no_erro
     assert result.stdout.rstrip("\n") == "".join(texts).rstrip("\n")
     assert expected.text.startswith("".join(texts))
     assert result.stderr == says
+
+
+@pytest.mark.parametrize("command", [["generate"], ["verify", "--no-chat"]], ids=lambda command: command[0])
+def test_a_prompt_is_tokenized_once(target, tmp_path, monkeypatch, command):
+    encode, texts = Tokenizer.encode, []
+
+    def count(self, text, *args, **options):
+        texts.append(text)
+        return encode(self, text, *args, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", count)
+    (tmp_path / "prompt.txt").write_text(PROMPT)
+    result = run(*command, "--prompts", tmp_path / "prompt.txt", "-t", target, "-d", "lookup", "-n", 3)
+    assert result.exit_code == 0, result.output
+    assert texts.count(PROMPT) == 1
 
 
 _LOSES_AN_INTERRUPT = {

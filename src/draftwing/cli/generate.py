@@ -81,19 +81,19 @@ def generate(
     given = _read(prompt, prompts)
     lm, output = model.load(draft, drafting), screen.Screen()
     lm.constraint(grammar)  # refused before anything is decoded
-    ready = sampling.put_all(given, lm)
+    encoded = sampling.encode_all(given, lm)
     if as_json:
-        generations = [lm.generate([text], checked, grammar=grammar)[0] for text in ready]
+        generations = [lm.generate([ids], checked, grammar=grammar)[0] for ids in encoded]
         screen.print_json({**describe_run(lm, checked), "generations": list(map(record, generations))})
         return
-    for number, text in enumerate(ready, 1):
-        if len(ready) > 1:
-            output.note(f"prompt {number} of {len(ready)}")
-        if prompt is not None and ready == [prompt]:
+    for number, ids in enumerate(encoded, 1):
+        if len(encoded) > 1:
+            output.note(f"prompt {number} of {len(encoded)}")
+        if prompt not in (None, "-") and sampling.put(prompt, lm.tokenizer) == prompt:
             output.prompt(prompt)
         try:
             (done,) = lm.generate(
-                [text],
+                [ids],
                 checked,
                 grammar=grammar,
                 on_step=lambda _, step: output.write(step.text, step.step.rows[0].num_accepted),

@@ -83,7 +83,7 @@ def compare(
     prompts = examples.read(model.target)
     lms = model.load_many(compared, drafting)
     with progress("comparing") as on_progress:
-        comparison = run(lms, sampling.put_all(prompts, lms[0]), checked, rounds=rounds, on_progress=on_progress)
+        comparison = run(lms, sampling.encode_all(prompts, lms[0]), checked, rounds=rounds, on_progress=on_progress)
     if as_json:
         screen.print_json(comparison.to_dict())
     else:
@@ -158,7 +158,7 @@ def verify(
     prompts = examples.read(model.target)
     lm = model.load(draft, drafting)
     with progress("verifying") as on_progress:
-        verification = run(lm, sampling.put_all(prompts, lm), checked, on_progress=on_progress)
+        verification = run(lm, sampling.encode_all(prompts, lm), checked, on_progress=on_progress)
     if as_json:
         screen.print_json(asdict(verification))
     else:
@@ -286,7 +286,7 @@ def _collect(lm: LM, folder: Path, prompts: Sequence[Prompt], temperatures: Sequ
     from draftwing.formats.identity import head_id
     from draftwing.lab.forecast import HeldOut, collect
 
-    ids = [lm.encode(prompt) for prompt in SamplingOptions().put_all(prompts, lm)]
+    ids = SamplingOptions().encode_all(prompts, lm)
     with progress("collecting") as on_progress:
         held_out = collect(lm.target, lm.new_drafter, head_id(folder), ids, temperatures, on_progress=on_progress)
     with suppress(CheckpointError):  # there are none yet, or they belong to other weights
@@ -331,8 +331,7 @@ def layers(
     lm, texts = model.load("none"), []
     plain = load_target(folder, dtype=model.dtype, lora=lora, device=model.device, engine=model.engine, prepack=False)
     with progress("writing texts") as show:
-        for number, prompt in enumerate(SamplingOptions().put_all(prompts, lm), 1):
-            ids = lm.encode(prompt)
+        for number, ids in enumerate(SamplingOptions().encode_all(prompts, lm), 1):
             texts.append((ids, lm.generate([ids], temperature=0.0, max_tokens=max_tokens)[0].token_ids))
             show(number, len(prompts))
     with progress("measuring this machine's costs"):

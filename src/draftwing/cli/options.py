@@ -297,16 +297,17 @@ class SamplingOptions:
 
         return as_put(prompt, tokenizer.has_chat_template if self.chat is None else self.chat)
 
-    def put_all(self, prompts: Iterable[Prompt], lm: LM) -> list[Prompt]:
-        """Return every prompt as ``put`` does, for the target of ``lm``. Raises PromptError if one is too long."""
+    def encode_all(self, prompts: Iterable[Prompt], lm: LM) -> list[list[int]]:
+        """Return the tokens of every prompt as ``put`` gives it to ``lm``. Raises PromptError if one is too long."""
         from draftwing.text.prompts import PromptList, located
 
         places = prompts.places if isinstance(prompts, PromptList) else itertools.repeat("")
-        ready = [self.put(prompt, lm.tokenizer) for prompt in prompts]
-        for where, prompt in zip(places, ready, strict=False):
+        encoded = []
+        for where, prompt in zip(places, prompts, strict=False):
             with located(where):
-                lm.target.check_prompt(lm.encode(prompt))
-        return ready
+                encoded.append(lm.encode(self.put(prompt, lm.tokenizer)))
+                lm.target.check_prompt(encoded[-1])
+        return encoded
 
 
 @dataclasses.dataclass(frozen=True)

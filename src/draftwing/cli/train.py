@@ -289,7 +289,7 @@ def doctor(
     fit = None
     if measure and not failed:
         lm = load(**vars(model), draft=head)
-        given = None if prompts is None else SamplingOptions().put_all(read_prompts(prompts, num_prompts), lm)
+        given = None if prompts is None else SamplingOptions().encode_all(read_prompts(prompts, num_prompts), lm)
         where = "" if prompts is None else public_name(prompts)
         other = other_taps(head, lm.target.num_layers) if method_of_folder(head).name == "eagle3" else None
         fit = measure_fit(lm, trial_of(head, lm.tokenizer, num_prompts, given, where=where), other_taps=other)
