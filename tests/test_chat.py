@@ -193,6 +193,13 @@ def test_what_is_wrong_is_said_and_ends_a_script(target, line, said):
     assert ("the dialogue is empty" in result.stderr) == (not said)
 
 
+@pytest.mark.parametrize("name", ["~nobody-has-this-name/x.jsonl", "a\0b.jsonl"], ids=["unknown user", "null"])
+def test_a_file_that_cannot_be_saved(target, name):
+    result = run("-t", target, "-d", "none", "-n", 4, stdin=lines(QUESTIONS[0], f"/save {name}"))
+    assert result.exit_code == 2, result.exception
+    assert re.search("cannot be written .*: choose another file", result.stderr), result.stderr
+
+
 def test_a_dialogue_that_outgrows_the_context(target):
     script = lines("x " * 50, "y " * 50, "z " * 50, "/reset")
     result = run("-t", target, "-d", "none", "-n", 4, "--json", stdin=script)

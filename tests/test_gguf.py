@@ -474,6 +474,21 @@ def test_an_import_that_is_refused_leaves_nothing(source_of, tmp_path, monkeypat
     assert (full / "notes.txt").read_text() == "mine"
 
 
+def test_an_import_counts_the_room_that_a_killed_one_took(source_of, tmp_path, monkeypatch):
+    file, leftover = write(source_of(), tmp_path / "m.gguf"), tmp_path / f".out.0.{2**31 - 1}.partial"
+    leftover.mkdir()
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0 if leftover.exists() else 10**9))
+    assert import_gguf(file, tmp_path / "out").num_bytes > 0
+
+
+def test_an_import_for_a_user_who_does_not_exist(source_of, tmp_path, monkeypatch):
+    """A shell takes such a path as it is."""
+    monkeypatch.chdir(tmp_path)
+    import_gguf(write(source_of(), tmp_path / "m.gguf"), "~nobody-has-this-name/out")
+    assert (tmp_path / "~nobody-has-this-name" / "out" / "model.safetensors").exists()
+
+
 def change_number(file, tensor, at, number):
     """Return a copy of a file with another number in a tensor, ``at`` bytes from its start."""
     start = next(each.data_offset for each in gguf.GGUFReader(file).tensors if each.name == tensor) + at

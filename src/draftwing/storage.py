@@ -46,19 +46,25 @@ _FIXES = {
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
+def expand_user(path: str | Path) -> Path:
+    """Replace ``~`` and ``~USER`` at the start of a path, unless there is no such user, as shells do."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
 def exists(path: str | Path) -> bool:
     """Return True if there is such a file or folder; False also for names that the system cannot have."""
     try:
-        return Path(path).expanduser().exists()
-    except (OSError, RuntimeError, ValueError):  # too long, an unknown user's home, a null character
+        return expand_user(path).exists()
+    except (OSError, ValueError):  # too long, a null character
         return False
 
 
 def similar_paths(path: str | Path) -> list[str]:
     """Return at most two existing paths that a missing one may be a misspelling of, best first."""
-    with suppress(RuntimeError):  # an unknown user's home
-        path = Path(path).expanduser()
-    parts = Path(path).parts
+    parts = expand_user(path).parts
     for index in range(len(parts)):
         if not exists(Path(*parts[: index + 1])):
             parent = Path(*parts[:index])

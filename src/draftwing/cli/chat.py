@@ -32,8 +32,9 @@ from draftwing.cli.options import (
     with_options,
 )
 from draftwing.cli.screen import format_figures, new_console, print_line, print_table, printable, text_of
-from draftwing.errors import CheckpointError, ConfigError, DraftwingError, PromptError, TokenizerError, shown
+from draftwing.errors import CheckpointError, ConfigError, DraftwingError, PromptError, TokenizerError, reason, shown
 from draftwing.models.catalogue import entry_of
+from draftwing.storage import expand_user
 
 if TYPE_CHECKING:
     from draftwing.dialogue import Answer, AnswerStep, Dialogue
@@ -311,10 +312,10 @@ class _Conversation:
             raise PromptError("there is nothing to save yet: ask something first")
         line = json.dumps({"messages": self._dialogue.messages}, ensure_ascii=False)
         try:
-            with Path(name).expanduser().open("a", encoding="utf-8") as file:
+            with expand_user(name).open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
-        except OSError as error:
-            raise ConfigError(f"{name}: cannot be written ({error.strerror}): choose another file") from error
+        except (OSError, ValueError) as error:  # a ValueError for a null character or an unpaired surrogate
+            raise ConfigError(f"{shown(name)}: cannot be written ({reason(error)}): choose another file") from error
         self._screen.note(f"{len(self._dialogue.messages)} messages appended to {name}")
 
     def _quit(self, _: str) -> None:

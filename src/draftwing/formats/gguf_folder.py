@@ -29,7 +29,7 @@ from draftwing.formats.gguf import ADVICE, GgufFile, Metadata, is_gguf, open_fil
 from draftwing.formats.gguf_tokenizer import end_ids, special_id, tokenizer_config, tokenizer_json
 from draftwing.models.config import ModelConfig
 from draftwing.models.families import FAMILIES, ExpertTraits, Family, Key
-from draftwing.storage import check_regular, new_folder, private_folder
+from draftwing.storage import check_regular, expand_user, new_folder, private_folder
 
 LINK = "model.gguf"
 OWN_KEY = "draftwing.config"  # metadata with the ``draftwing`` part of a head's config, as JSON
@@ -45,7 +45,7 @@ _temporary: dict[str, Path] = {}  # folders by name, used if the cache cannot be
 
 def open_gguf(path: Path) -> Path:
     """Return the model folder of a GGUF file; write it first if it is missing."""
-    path = Path(path).expanduser().absolute()  # links are kept: parts of a split model lie next to the link
+    path = expand_user(path).absolute()  # links are kept: parts of a split model lie next to the link
     name = _folder_name(path)
     try:
         with private_folder() as cache:

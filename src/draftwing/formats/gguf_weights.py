@@ -52,7 +52,7 @@ from draftwing.models.weights import (
     dequantized,
     joined,
 )
-from draftwing.storage import new_folder, remove_leftovers, writing
+from draftwing.storage import expand_user, new_folder, remove_leftovers, writing
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -515,7 +515,7 @@ def import_gguf(
     """
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype {dtype!r:.40} is not supported: choose {', '.join(_DTYPES)}")
-    path, out = Path(path).expanduser().absolute(), Path(out).expanduser().absolute()
+    path, out = expand_user(path).absolute(), expand_user(out).absolute()
     with closing(open_file(path)) as file:
         files = folder_files(file)
         config, family = json.loads(files["config.json"]), FAMILIES[get_model_type(file)]

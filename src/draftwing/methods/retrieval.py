@@ -41,6 +41,7 @@ from draftwing.methods.suffix_array import (
     write_store,
 )
 from draftwing.models.context import Context, Row
+from draftwing.storage import expand_user
 
 MAX_MATCH = 32  # tokens; a longer match predicts no better
 
@@ -275,7 +276,7 @@ _MIN_MATCH = {"min_match": integer_option("min_match", 1)}
 def _memory_file(value: Any) -> Path:
     if not isinstance(value, str | Path) or not str(value) or Path(value).is_dir():
         raise ConfigError(f"draft_options: memory must be a file, found {shown(value)}: give its path; it may be new")
-    return Path(value).expanduser()
+    return expand_user(value)
 
 
 def _references(value: Any) -> list[Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from draftwing.errors import CheckpointError
 from draftwing.shipped import shipped_folder, shipped_heads
-from draftwing.storage import exists, read_json
+from draftwing.storage import exists, expand_user, read_json
 
 ADAPTER_CONFIG = "adapter_config.json"  # peft's settings
 
@@ -116,7 +116,7 @@ def entry_of(model: str | Path | None) -> Entry | None:
     never a name. The folder of a LoRA adapter has the entry of its base model.
     """
     model = default_model() if model is None else model
-    if exists(model) and is_adapter(folder := Path(model).expanduser()):
+    if exists(model) and is_adapter(folder := expand_user(model)):
         try:
             base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
         except (OSError, ValueError, AttributeError):  # loading it will explain

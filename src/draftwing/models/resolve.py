@@ -30,7 +30,7 @@ from typing import Any
 from draftwing.errors import CheckpointError, shown
 from draftwing.models.catalogue import Entry, Hub, Shipped, Wheel, close_names, default_model, entry_of
 from draftwing.shipped import shipped_folder
-from draftwing.storage import Folder, cache_folder, exists, open_folder, private_folder, similar_paths
+from draftwing.storage import Folder, cache_folder, exists, expand_user, open_folder, private_folder, similar_paths
 
 
 def resolve(model: str | Path | None, revision: str | None = None) -> Path:
@@ -44,7 +44,7 @@ def resolve(model: str | Path | None, revision: str | None = None) -> Path:
     """
     model = default_model() if model is None else model
     text = os.fspath(model)
-    path = Path(text).expanduser() if exists(text) else Path(text)
+    path = expand_user(text) if exists(text) else Path(text)
     is_local = bool(text) and exists(path)
     if is_local and path.is_dir():
         return path
