@@ -426,6 +426,9 @@ def test_logprobs_of_completions(lm):
         ({"temperature": "hot"}, 400, "temperature", "valid number"),
         ({"top_p": 0}, 400, "top_p", "in (0, 1]"),
         ({"n": 1000}, 400, "n", "128"),
+        ({"stop": [""]}, 400, "stop.0", "at least 1 character"),
+        ({"stop": ["x"] * 65}, 400, "stop", "at most 64 items"),
+        ({"stop": 5}, 400, "stop", "valid string"),
         ({"logit_bias": {"x": 1}}, 400, "logit_bias", "token ids as keys"),
         ({"logit_bias": {"999": 1}}, 400, None, "outside the target's vocabulary"),
         ({"logit_bias": {"9": "much"}}, 400, None, "must be a number"),
@@ -463,6 +466,21 @@ def test_what_is_wrong_is_named(lm, change, status, param, words):
     assert error["param"] == param, error
     assert words in error["message"]
     assert set(error) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "the body is empty: send one JSON object"),
+        (b"{", "the body is not JSON: send one JSON object"),
+        (b"[" * 100_000, "the body cannot be read: send one JSON object that is not nested too deep"),
+    ],
+    ids=["empty", "no JSON", "nested"],
+)
+def test_a_body_that_is_no_object(lm, body, words):
+    headers = {"content-type": "application/json"}
+    answer = send(app_of(lm), lambda http: http.post("/v1/completions", content=body, headers=headers))
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, words)
 
 
 def test_the_most_that_a_request_may_ask_for(lm):

@@ -77,7 +77,8 @@ def install_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid(_: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
+        # For a field of several types there is an error of each: one about the value says more than "not a string".
+        first = min(error.errors(), key=lambda each: each["type"].endswith(("_type", "literal_error")))
         # For fields of several types, pydantic puts the types' names into the path: leave them out.
         param = ".".join(
             name
@@ -88,6 +89,8 @@ def install_handlers(app: FastAPI) -> None:
             message = f"unknown field {shown(param)}: leave it out; /openapi.json lists all fields"
         elif first["type"] == "json_invalid":
             param, message = "", "the body is not JSON: send one JSON object"
+        elif first["type"] == "missing" and not param:
+            message = "the body is empty: send one JSON object"
         else:
             message = str(first.get("msg", "not valid")).removeprefix("Value error, ")
             message = f"{param}: {message}" if param else message
@@ -95,6 +98,8 @@ def install_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
+        if error.status_code == 400:  # the parser of JSON failed
+            return Refusal(400, "the body cannot be read: send one JSON object that is not nested too deep").response
         if error.status_code not in (404, 405):
             return Refusal(error.status_code, str(error.detail)).response
         # The page is mounted at the root, so requests end there if the method of a route differs.
