@@ -42,11 +42,10 @@ from draftwing.train.features import FeatureBatch, FeatureSource
 from draftwing.train.options import TrainOptions
 from draftwing.train.stream import StreamedBatches
 
-CHECKPOINT = "checkpoint.pt"
-
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+CHECKPOINT = "checkpoint.pt"
 METRICS = "metrics.jsonl"
 EVALUATED = ("iteration", "val_loss", "val_agreement", "tau", "alpha")  # metrics of an evaluation that heads store
 LEAST_SIZE = 2.0**-10  # for a channel that is 0 on the first batch
@@ -245,7 +244,8 @@ class Trainer:
     def _resume(self) -> None:
         state = read_checkpoint(self.out)
         try:
-            self._restore(state)
+            if state is not None:
+                self._restore(state)
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
             if isinstance(error, DraftwingError):
                 raise
@@ -256,30 +256,28 @@ class Trainer:
         if self.accelerator.is_main_process:
             self._drop_later_metrics()
 
-    def _restore(self, state: dict[str, Any] | None) -> None:
-        if state is not None:
-            check_arguments(_STATE, state, CheckpointError)
-            self.options.check_resumes(state["options"], str(self.out))
-            if (self._stream is None) != (state.get("stream") is None):
-                raise CheckpointError(
-                    f"{self.out} holds a run on data that was{' not' * (self._stream is not None)} streamed: give the "
-                    f"same --data, or choose another --out"
-                )
-            if self._stream is not None:
-                self._stream.restore(state["stream"])
-            self.net.load_state_dict(state["net"])
-            calibration = Calibration(**state["calibration"])
-            self.net.config = dataclasses.replace(self.net.config, calibration=calibration)
-            for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
-                optimizer.load_state_dict(saved)
-                for parameter, values in optimizer.state.items():
-                    for name in _LIKE_PARAMETERS & values.keys():
-                        if values[name].shape != parameter.shape:
-                            raise ValueError(f"{name} of the optimizer has the shape {tuple(values[name].shape)}")
-            sizes = state.get("input_sizes", {})
-            self._sizes = {name: value.to(self.net.device) for name, value in sizes.items()}
-            self.iteration, self.iterations = state["iteration"], self.options.iterations or state["iterations"]
-            self.seconds, self._replanned = state["seconds"], state["replanned"]
+    def _restore(self, state: dict[str, Any]) -> None:
+        check_arguments(_STATE, state, CheckpointError)
+        self.options.check_resumes(state["options"], str(self.out))
+        if (self._stream is None) != (state.get("stream") is None):
+            raise CheckpointError(
+                f"{self.out} holds a run on data that was{' not' * (self._stream is not None)} streamed: give the "
+                f"same --data, or choose another --out"
+            )
+        if self._stream is not None:
+            self._stream.restore(state["stream"])
+        self.net.load_state_dict(state["net"])
+        calibration = Calibration(**state["calibration"])
+        self.net.config = dataclasses.replace(self.net.config, calibration=calibration)
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+            for parameter, values in optimizer.state.items():
+                for name in _LIKE_PARAMETERS & values.keys():
+                    if values[name].shape != parameter.shape:
+                        raise ValueError(f"{name} of the optimizer has the shape {tuple(values[name].shape)}")
+        self._sizes = {name: value.to(self.net.device) for name, value in state.get("input_sizes", {}).items()}
+        self.iteration, self.iterations = state["iteration"], self.options.iterations or state["iterations"]
+        self.seconds, self._replanned = state["seconds"], state["replanned"]
 
     def _drop_later_metrics(self) -> None:
         """Remove iterations after the checkpoint, which a killed run may have logged."""
@@ -406,8 +404,7 @@ def make_optimizers(net: DraftNet, options: TrainOptions) -> list[torch.optim.Op
 def write_checkpoint(folder: Path, state: dict[str, Any]) -> None:
     """Replace the folder's checkpoint. Raises CheckpointError if it cannot be written."""
     file = folder / CHECKPOINT
-    note = "; the checkpoint before this one is whole"
-    with writing(file, note=note), replacing(file) as partial:
+    with writing(file, note="; the checkpoint before this one is whole"), replacing(file) as partial:
         save_pickle(state, partial)
 
 
