@@ -120,8 +120,8 @@ class ConfigReader:
         return value
 
     def _wrong(self, key: str, expected: str) -> ConfigError:
-        shown = _shown(self.config.get(key))
-        return self.error(f"`{key}` must be {expected}, found {shown}. Correct the value, or {_DOWNLOAD}")
+        found = _shown(self.config.get(key))
+        return self.error(f"`{key}` must be {expected}, found {found}. Correct the value, or {_DOWNLOAD}")
 
     def integer(self, key: str, default: Any = _REQUIRED, minimum: int = 1, maximum: int = 2**31 - 1) -> int:
         value = self._get(key, default)
@@ -270,19 +270,17 @@ class RopeConfig:
         kind = table.get("rope_type") or table.get("type") or "default"
         if model_type == "phi3" and kind == "yarn":
             kind = "longrope"  # as in transformers: the first Phi-3 configs called it so
+        theta_factor = 1.0
         if model_type == "hunyuan_v1_dense" and kind == "dynamic" and table.get("alpha"):
             kind = "default"  # with a fixed base
             theta_factor = read.number("alpha", minimum=0) ** (head_dim / (head_dim - 2))
-        else:
-            theta_factor = 1.0
         _check_rope_type(kind, read)
         if model_type == "phi3" and kind != "default":
             raise read.error(
                 f'RoPE type "{kind}" does not exist for phi3; expected "default". Correct it, or {_DOWNLOAD}'
             )
         share = ConfigReader({**config, **table}, read.where).number("partial_rotary_factor", partial or 1.0)
-        proportional = share if kind == "proportional" else 1.0
-        share = 1.0 if kind == "proportional" else share
+        proportional, share = (share, 1.0) if kind == "proportional" else (1.0, share)
         # The models of the other families ignore the key, or fail.
         if partial is None and share != 1.0:
             raise read.unsupported(f"`partial_rotary_factor` {share} has no meaning for {model_type}.")
@@ -311,7 +309,7 @@ def _rope_settings(kind: str, read: ConfigReader, config: Mapping[str, Any], max
     if kind == "yarn" and "factor" in table and table["factor"] is None and original > 0:
         settings["factor"] = max_positions / original  # DeepSeek's spelling
     elif kind != "default":
-        settings["factor"] = read.number("factor", *([1.0] if kind == "proportional" else []))
+        settings["factor"] = read.number("factor", 1.0 if kind == "proportional" else _REQUIRED)
     if kind == "llama3":
         settings.update({key: read.number(key) for key in ("low_freq_factor", "high_freq_factor")})
     if kind == "yarn":
@@ -527,7 +525,9 @@ class ModelConfig:
         family = FAMILIES[model_type]
         _refuse(read, family)
         latent = _latent(read) if family.is_latent else None
-        layers, heads, kv_heads, head_dim = _heads(read, family, latent)
+        heads, kv_heads, head_dim = _heads(read, family, latent)
+        # Bounded, because a list of that length is made before any weight could show that the number is absurd.
+        layers = read.integer("num_hidden_layers", maximum=10000)
         name = family.activation.name
         activation = read.text(name, family.activation.default)
         if activation not in _ACTIVATIONS:
@@ -698,15 +698,13 @@ def _latent(read: ConfigReader) -> LatentConfig:
     return LatentConfig(query_rank, read.integer("kv_lora_rank", 512), *sizes)
 
 
-def _heads(read: ConfigReader, family: Family, latent: LatentConfig | None) -> tuple[int, int, int, int]:
-    """(layers, query heads, KV heads, head width), checked against each other."""
+def _heads(read: ConfigReader, family: Family, latent: LatentConfig | None) -> tuple[int, int, int]:
+    """(query heads, KV heads, head width), checked against each other."""
     hidden, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
     if latent is not None:  # keys and values of every head are made from the latent ones
         if read.integer("num_key_value_heads", heads) != heads:
             raise read.unsupported("`num_key_value_heads` differs from `num_attention_heads`.")
-        return (
-            read.integer("num_hidden_layers", maximum=10000), heads, heads, latent.rope_dim + latent.plain_dim
-        )  # fmt: skip
+        return heads, heads, latent.rope_dim + latent.plain_dim
     # If the key is null, there are as many as query heads; if it is missing, the config class's default.
     kv_default = heads if "num_key_value_heads" in read.config else family.kv_heads or heads
     kv_heads = read.integer("num_key_value_heads", kv_default)
@@ -725,8 +723,7 @@ def _heads(read: ConfigReader, family: Family, latent: LatentConfig | None) -> t
         raise read.error(
             f"`head_dim` must be even, because RoPE rotates pairs, found {head_dim}. Correct it, or {_DOWNLOAD}"
         )
-    # Bounded, because a list of that length is made before any weight could show that the number is absurd.
-    return read.integer("num_hidden_layers", maximum=10000), heads, kv_heads, head_dim
+    return heads, kv_heads, head_dim
 
 
 def _layer_sizes(
@@ -816,8 +813,8 @@ def _windows(read: ConfigReader, family: Family, layers: int) -> tuple[int | Non
             f"`layer_types` must have one entry per layer (`num_hidden_layers` {layers}), found {len(kinds)}. "
             f"Correct it, or {_DOWNLOAD}"
         )
+    others = {"conv": family.conv_size, "linear_attention": family.delta}
     for kind in kinds:
-        others = {"conv": family.conv_size, "linear_attention": family.delta}
         if kind not in ("full_attention", local) and others.get(kind) is None:
             raise read.unsupported(
                 f'`layer_types` has "{kind}", which the lean decoder lacks; expected full_attention or {local}.'
