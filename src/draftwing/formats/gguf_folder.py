@@ -38,7 +38,6 @@ _HASHED_BYTES = 1 << 16  # the start of a file identifies it, together with its 
 _FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _DIGEST = "files.sha256"  # SHA-256 over ``_FILES``: a damaged folder is written again
 _CONVERT_AGAIN = "Convert the model again."
-_WIDTH = Key("intermediate_size", 0)
 
 _temporary: dict[str, Path] = {}  # folders by name, used if the cache cannot be written
 
@@ -350,7 +349,8 @@ def _config(file: GgufFile) -> dict[str, Any]:
     if family.is_layered:
         config |= _layered(file, prefix, layers)
     else:
-        width = "intermediate_size" if family.experts is None else (family.experts.dense_size or _WIDTH).name
+        dense_size = None if family.experts is None else family.experts.dense_size
+        width = "intermediate_size" if dense_size is None else dense_size.name
         config[width] = data.integer(f"{prefix}feed_forward_length", minimum=1)
     if family.delta is not None:
         config |= _delta(data, prefix, layers, modules)
@@ -488,7 +488,7 @@ def _latent(data: Metadata, prefix: str, heads: int) -> dict[str, Any]:
     attention, rotated = f"{prefix}attention.", data.integer(f"{prefix}rope.dimension_count", minimum=2)
     data.integer(f"{attention}head_count_kv", 1)
     widths = []
-    for name in ("key_length", "value_length"):  # files of before 2025-04 have the model's own
+    for name in ("key_length", "value_length"):  # files from before 2025-04 have the model's own
         own = data.integer(attention + name, 0)
         widths.append(data.integer(f"{attention}{name}_mla", own, minimum=1))
     if widths[0] <= rotated:
@@ -575,7 +575,7 @@ def _convolutions(data: Metadata, prefix: str, size: Key, layers: int) -> dict[s
     if counts is None or len(kv_heads) != 1 or kv_heads[0] < 0:
         raise CheckpointError(
             f"{data.where}: `{key}` must hold 0 or one number of KV heads for every layer, found {shown(counts)}. "
-            f"Convert the model again."
+            f"{_CONVERT_AGAIN}"
         )
     return {
         "num_key_value_heads": kv_heads[0],
@@ -622,7 +622,7 @@ def _experts(data: Metadata, prefix: str, traits: Architecture, experts: ExpertT
     if experts.beside is not None:
         config[experts.beside] = True
     if experts.num_dense is not None:
-        config[experts.num_dense.name] = data.integer(f"{prefix}leading_dense_block_count", 0, minimum=0)
+        config[experts.num_dense.name] = data.integer(f"{prefix}leading_dense_block_count", 0)
     if experts.every is not None:
         config[experts.every.name] = data.integer(f"{prefix}interleave_moe_layer_step", minimum=1)
     if experts.shared_size is not None and experts.shared_size.name != experts.size.name:
@@ -656,7 +656,7 @@ def _refuse_unread(data: Metadata, prefix: str, traits: Architecture) -> None:
 
 def _rope(file: GgufFile, architecture: str, family: Family, head_dim: int, positions: int) -> dict[str, Any]:
     """Return ``rope_theta`` and ``rope_scaling``, or both by layer type, and ``partial_rotary_factor`` if there is."""
-    data, prefix = file.metadata, f"{architecture}.rope."
+    data, prefix, traits = file.metadata, f"{architecture}.rope.", ARCHITECTURES[architecture]
     theta = data.number(f"{prefix}freq_base", 10000.0)
     config: dict[str, Any] = {"rope_theta": theta}
     rotated = data.integer(f"{prefix}dimension_count", head_dim, minimum=2)
@@ -671,15 +671,14 @@ def _rope(file: GgufFile, architecture: str, family: Family, head_dim: int, posi
         config["partial_rotary_factor"] = (rotated if exact else rotated + 0.5) / head_dim
     if "rope_factors_long.weight" in file.tensors or "rope_factors_short.weight" in file.tensors:
         raise data.unsupported("RoPE of the type longrope is not supported.")
-    scaling = _rope_scaling(file, prefix, positions, ARCHITECTURES[architecture].mscale)
+    scaling = _rope_scaling(data, prefix, positions, traits.mscale)
     if "llama_4_scaling_beta" in family.rope:
         scaling["llama_4_scaling_beta"] = data.number(f"{architecture}.attention.temperature_scale", 0.0) or None
     if "rope_freqs.weight" in file.tensors:
         if scaling:
             raise data.unsupported(f"rope_freqs.weight together with `{prefix}scaling` is not supported.")
-        make = _proportional if family.is_layered else _llama3_scaling
-        scaling = make(file, prefix, theta, head_dim)
-    local_theta = data.number(f"{prefix}freq_base_swa", ARCHITECTURES[architecture].local_theta or theta)
+        scaling = _proportional(file, head_dim) if family.is_layered else _llama3_scaling(file, prefix, theta, head_dim)
+    local_theta = data.number(f"{prefix}freq_base_swa", traits.local_theta or theta)
     if family.local_theta is not None:
         full = {"rope_type": "default", "rope_theta": theta, **scaling}
         local = {"rope_type": "default", "rope_theta": local_theta}
@@ -690,12 +689,11 @@ def _rope(file: GgufFile, architecture: str, family: Family, head_dim: int, posi
             f"for the architecture {architecture}."
         )
     if scaling:
-        config["rope_scaling"] = {**scaling, **ARCHITECTURES[architecture].rope}
+        config["rope_scaling"] = {**scaling, **traits.rope}
     return config
 
 
-def _rope_scaling(file: GgufFile, prefix: str, positions: int, mscale: float) -> dict[str, Any]:
-    data = file.metadata
+def _rope_scaling(data: Metadata, prefix: str, positions: int, mscale: float) -> dict[str, Any]:
     kind = data.text(f"{prefix}scaling.type", "none")
     factor = data.number(f"{prefix}scaling.factor", data.number(f"{prefix}scale_linear", 1.0))
     if kind == "none" and f"{prefix}scale_linear" in data and factor != 1:
@@ -741,7 +739,7 @@ def _divisors(file: GgufFile, head_dim: int) -> Any:
     return divisors
 
 
-def _proportional(file: GgufFile, prefix: str, theta: float, head_dim: int) -> dict[str, Any]:
+def _proportional(file: GgufFile, head_dim: int) -> dict[str, Any]:
     """Recover Gemma 4's RoPE: some of the pairs do not turn, which files state as divisors of 1e30."""
     divisors = _divisors(file, head_dim)
     turning = int((divisors == 1).sum())
