@@ -522,10 +522,10 @@ class _Session:
                 "wall": wall,
                 "lossless": stats.lossless,
             }
-        plain = generations.pop("plain")
+        plain = generations["plain"]
         methods = {
-            key: {**counts[key], **_difference(generation, plain), "promise": promise_of(lms[key], sampling)}
-            for key, generation in generations.items()
+            key: {**counts[key], **_difference(generations[key], plain), "promise": promise_of(lms[key], sampling)}
+            for key in names[1:]
         }
         self._journal.add(
             {
@@ -535,7 +535,7 @@ class _Session:
                 "categories": question.categories,
                 "prompt_tokens": len(prompt),
                 "plain": {**counts["plain"], "text": plain.text, "finish_reason": plain.finish_reason},
-                "methods": {key: methods[key] for key in names[1:]},
+                "methods": methods,
             }
         )
 
