@@ -41,11 +41,7 @@ _GIVE_TARGET = "give the target's folder"
 _OTHER = "use the head with the target that it was trained for"
 _VLLM_ONLY = "serve it with vLLM or Draftwing"
 # The embedding's name in several families.
-_EMBEDDINGS = (
-    "model.embed_tokens.weight",
-    "embed_tokens.weight",
-    "transformer.wte.weight",
-)
+_EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight", "transformer.wte.weight")
 _GOOD_COVERAGE = 0.95  # below it, more than one token in twenty can never be drafted
 
 
