@@ -348,7 +348,7 @@ class DialogueEncoder:
         self.tokenizer, self.max_length, self._settings = tokenizer, max_length, dict(settings)
         if tokenizer.has_chat_template:
             _ = tokenizer.pretrained  # one that cannot be loaded is no fault of a dialogue
-        self.bare = bare_tokenizer(tokenizer)  # adds no tokens
+        self.bare = bare_tokenizer(tokenizer)
         inner, whole = self.bare.encode("a").ids, tokenizer.encode("a")
         start = next((i for i in range(len(whole)) if whole[i : i + len(inner)] == inner), 0)
         self.prefix = tuple(whole[:start])  # the ids that the tokenizer puts before every text: BOS, or nothing
@@ -654,32 +654,34 @@ def split(corpus: Corpus, validation_share: float, seed: int = 0) -> tuple[Corpu
     Duplicates therefore stay on one side, and the order of the sources does not matter. Units are dialogues, and
     sections of up to 16,384 tokens of documents. Small corpora keep at least one unit on each side.
     """
-    sections = _sections(corpus)
-    held = held_out([*(example.ids for example in corpus.examples), *sections], validation_share, seed)
+    units = _units(corpus)
+    held = held_out(units, validation_share, seed)
     if not held.any():
         return corpus, Corpus(prefix=corpus.prefix)
-    return _part(corpus, sections, ~held), _part(corpus, sections, held)
+    return _part(corpus, units, ~held), _part(corpus, units, held)
 
 
 def split_at(corpus: Corpus, limit: float, seed: int) -> tuple[Corpus, Corpus]:
     """Split like ``split``, and hold out the units whose hash is at most ``limit``, in [0, 1]; possibly all or none."""
-    sections = _sections(corpus)
-    held = unit_hashes(corpus, seed) <= limit
-    return _part(corpus, sections, ~held), _part(corpus, sections, held)
+    units = _units(corpus)
+    held = _hashes(units, seed) <= limit
+    return _part(corpus, units, ~held), _part(corpus, units, held)
 
 
 def unit_hashes(corpus: Corpus, seed: int) -> np.ndarray:
     """Return (U,) the hashes of a corpus's units, see ``split``: uniform in [0, 1)."""
-    return _hashes([*(example.ids for example in corpus.examples), *_sections(corpus)], seed)
+    return _hashes(_units(corpus), seed)
 
 
-def _sections(corpus: Corpus) -> list[np.ndarray]:
+def _units(corpus: Corpus) -> list[np.ndarray]:
+    """Return the ids of each dialogue, then of each section."""
     bounds = itertools.pairwise([*corpus.starts.tolist(), len(corpus.stream)])
-    return [
+    sections = (
         corpus.stream[at : min(at + SECTION_TOKENS, end)]
         for start, end in bounds
         for at in range(start, end, SECTION_TOKENS)
-    ]
+    )
+    return [*(example.ids for example in corpus.examples), *sections]
 
 
 def _hashes(units: Sequence[np.ndarray], seed: int) -> np.ndarray:
@@ -704,11 +706,10 @@ def held_out(units: Sequence[np.ndarray], share: float, seed: int = 0) -> np.nda
     return chosen
 
 
-def _part(corpus: Corpus, sections: Sequence[np.ndarray], chosen: np.ndarray) -> Corpus:
-    """Select the examples and sections of ``chosen`` (examples first)."""
+def _part(corpus: Corpus, units: Sequence[np.ndarray], chosen: np.ndarray) -> Corpus:
     num = len(corpus.examples)
     examples = tuple(itertools.compress(corpus.examples, chosen[:num]))
-    parts = list(itertools.compress(sections, chosen[num:]))
+    parts = list(itertools.compress(units[num:], chosen[num:]))
     starts = np.cumsum([0, *map(len, parts)], dtype=np.int64)[:-1]
     return Corpus(examples, np.concatenate([Corpus().stream, *parts]), starts, corpus.prefix)
 
@@ -763,8 +764,7 @@ class Batch:
 
 def collate(rows: Sequence[tuple[np.ndarray, np.ndarray]], length: int = 1) -> Batch:
     """Pad the ids and masks (T,) of rows to one batch, of at least ``length`` tokens."""
-    longest = max((len(ids) for ids, _ in rows), default=1)
-    longest = max(longest, length)
+    longest = max([length, *(len(ids) for ids, _ in rows)])
     padded = torch.zeros(len(rows), longest, dtype=torch.int64)
     masks = torch.zeros(len(rows), longest, dtype=torch.bool)
     for i, (ids, mask) in enumerate(rows):
