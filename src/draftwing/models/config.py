@@ -257,7 +257,7 @@ class RopeConfig:
 
         ``theta`` is the family's default base; ``where`` begins every error message.
         """
-        partial = FAMILIES[model_type].partial if model_type in FAMILIES else None
+        partial = FAMILIES[model_type].partial
         key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
         table, whole = config.get(key) or {}, ConfigReader(config, where)
         if not isinstance(table, Mapping):
@@ -269,7 +269,7 @@ class RopeConfig:
             )
         kind = table.get("rope_type") or table.get("type") or "default"
         if model_type == "phi3" and kind == "yarn":
-            kind = "longrope"  # as in transformers: the first Phi-3 configs called it so
+            kind = "longrope"  # as in transformers: the first Phi-3 configs called it that
         theta_factor = 1.0
         if model_type == "hunyuan_v1_dense" and kind == "dynamic" and table.get("alpha"):
             kind = "default"  # with a fixed base
@@ -567,7 +567,7 @@ class ModelConfig:
             activation=_ACTIVATIONS[activation],
             max_position_embeddings=max_positions,
             tie_word_embeddings=read.flag(
-                _newest(read, family, "tie_embedding", "tie_word_embeddings"), family.is_tied
+                _lfm2_key(read, family, "tie_embedding", "tie_word_embeddings"), family.is_tied
             ),
             qkv_bias=read.setting(family.qkv_bias),
             o_bias=read.setting(family.o_bias),
@@ -632,9 +632,9 @@ def _refuse(read: ConfigReader, family: Family) -> None:
         raise read.unsupported(f"`{found[0]}` {shown(found[1])} is not supported by the lean decoder.")
 
 
-def _newest(read: ConfigReader, family: Family, first: str, key: str) -> str:
-    """The name of a setting that LFM2's first configs, which take precedence, call otherwise."""
-    return first if family.is_rounded_up and first in read.config else key
+def _lfm2_key(read: ConfigReader, family: Family, old: str, key: str) -> str:
+    """Return ``old``, the name of a setting in LFM2's first configs, if the config has it; else ``key``."""
+    return old if family.is_rounded_up and old in read.config else key
 
 
 def _intermediate_size(read: ConfigReader, family: Family) -> int:
@@ -643,7 +643,7 @@ def _intermediate_size(read: ConfigReader, family: Family) -> int:
         return read.integer(experts.dense_size.name, experts.dense_size.default)
     if experts is not None and experts.is_everywhere and read.config.get("intermediate_size") is None:
         return int(read.setting(experts.size))
-    size = read.integer(_newest(read, family, "block_ff_dim", "intermediate_size"))
+    size = read.integer(_lfm2_key(read, family, "block_ff_dim", "intermediate_size"))
     if not family.is_rounded_up or not read.flag("block_auto_adjust_ff_dim", True):
         return size
     size, multiple = int(2 * size / 3), read.integer("block_multiple_of", 256)
