@@ -380,10 +380,10 @@ def check_draft_coverage(case: _Case, config: EagleConfig) -> Result:
 
 @_check("settings", "config")
 def check_rope_theta(case: _Case, settings: HeadSettings, config: EagleConfig) -> Result:
-    target = case.target
-    target_theta = None
-    if target is not None and target.model is not None:
-        target_theta = target.model.rope.theta
+    target, target_theta = case.target, None
+    model = None if target is None else target.model
+    if model is not None:
+        target_theta = model.rope.theta
     elif target is not None:
         tables = [target.config, target.config.get("rope_parameters")]
         values = [table["rope_theta"] for table in tables if isinstance(table, Mapping) and "rope_theta" in table]
@@ -405,10 +405,10 @@ def check_rope_theta(case: _Case, settings: HeadSettings, config: EagleConfig) -
             f"{theta:g}, the target has {target_theta:g}: right only if the head was trained with it",
             "compare acceptance with the target's `rope_theta` in the head's config.json",
         )
-    if target is not None and target.model is not None and target.model.rope.type != config.rope.type:
+    if model is not None and model.rope.type != config.rope.type:
         return _warn(
             f"{theta:g} as the target, but rotation of type {config.rope.type!r}, the target's is "
-            f"{target.model.rope.type!r}: right only if the head was trained with it",
+            f"{model.rope.type!r}: right only if the head was trained with it",
             "compare acceptance with the target's `rope_scaling` in the head's config.json",
         )
     return _ok(f"{theta:g}, as the target")
