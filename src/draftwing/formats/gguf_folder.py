@@ -168,7 +168,8 @@ class Architecture:
     is_head: bool = False  # a draft head, whose layers are of this family; see ``_head``
 
 
-# Positions of images and videos: a text's are the same in all sections. Layers that read images in addition.
+# Keys of vision models that do not affect text, whose positions are the same in all sections. The second is the number
+# of layers that also read images.
 _SECTIONS: Final = {"rope.dimension_sections": None}
 _DEEPSTACK: Final = {**_SECTIONS, "n_deepstack_layers": None}
 _MLP_NORM: Final = {"post_attention_norm": "ffn_norm"}
