@@ -155,14 +155,11 @@ class HeldOut:
 
         The installed package is never changed: the file of a head that ships with Draftwing goes to the cache folder.
         """
-        if (name := _shipped_name(folder)) is None:
-            return self._write(Path(folder) / FILE)
-        with writing(Path(_CACHE, name)), private_folder() as cache:
-            folder = cache.path / _CACHE / name
-            folder.mkdir(parents=True, exist_ok=True)
-        return self._write(folder / FILE)
-
-    def _write(self, file: Path) -> Path:
+        file = Path(folder) / FILE
+        if (name := _shipped_name(folder)) is not None:
+            with writing(Path(_CACHE, name)), private_folder() as cache:
+                file = cache.path / _CACHE / name / FILE
+                file.parent.mkdir(parents=True, exist_ok=True)
         about = {**_FORMAT, **self._origin(), "texts": list(self.texts)}
         arrays = {"about": np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)}
         for number, texts in enumerate(self.texts.values()):
