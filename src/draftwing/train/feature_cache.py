@@ -240,19 +240,18 @@ class FeatureCache:
                     f"{shard.path}: belongs to another cache than its {INDEX} ({differing[0]}): delete the folder and "
                     f"make the cache again with {_MAKE}"
                 )
-        places = [
-            (int(key), shard, int(start), int(length))
+        places = {
+            int(key): (shard, slice(int(start), int(start + length)))
             for shard in self._shards
             for key, start, length in zip(shard.rows, shard.starts, shard.lengths, strict=True)
-        ]
-        num_keys = len({key for key, *_ in places})
-        if not len(places) == num_keys == num_rows:
+        }
+        num_stored = sum(len(shard.rows) for shard in self._shards)
+        if not num_stored == len(places) == num_rows:
             raise DataError(
-                f"{self.folder}: expected {num_rows} rows, each once, found {num_keys} in {len(places)}: delete the "
+                f"{self.folder}: expected {num_rows} rows, each once, found {len(places)} in {num_stored}: delete the "
                 f"folder and make the cache again with {_MAKE}"
             )
-        places.sort(key=lambda place: place[0])
-        self._places = [(shard, slice(start, start + length)) for _, shard, start, length in places]
+        self._places = [places[key] for key in sorted(places)]
 
     @property
     def lengths(self) -> np.ndarray:
