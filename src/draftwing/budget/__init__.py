@@ -22,6 +22,8 @@ class PlannerConfig:
     warmup_steps: int = 2  # baseline steps before the first draft: the first step finds cold caches
     first_interval: int = 16  # steps between probes, doubled after each probe up to
     last_interval: int = 256  # this: a probe that loses the time of one step then costs 0.4%
+    settling_steps: int = 3  # the baseline's first steps after drafts that do not count: caches are cold
+    settling: float = 0.3  # share by which the first of them may be slower (22% measured), the second by half of it
     max_slowdown: float = 2.0  # cap of a step's time, in average steps of its arm: other processes interrupt some
 
     # Acceptance and trees
@@ -29,7 +31,7 @@ class PlannerConfig:
     probability_bins: tuple[float, ...] = (  # limits: finer near 0 and 1, where most draft probabilities lie
         *(0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995),
     )
-    learn_every: int = 8  # drafted steps between updates of the growth rule, each of which takes 0.2 ms
+    learn_every: int = 16  # drafted steps between updates of the growth rule, each of which takes 0.5 ms
     tree: Budget = TREE  # largest tree: one node less than the largest measured forward
     scale_prior: float = 0.01  # weight of typical costs' slopes, in squared baseline steps: 4 bits double or halve them
     max_surprise: float = 1.3  # cap of a drafted step's time, in predicted ones, where a few steps change predictions

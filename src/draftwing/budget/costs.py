@@ -200,6 +200,9 @@ class LearnedCosts:
         self._typical, self._rows = typical, rows
         self.baseline = self._typical_baseline = typical.verify_seconds(1, rows)
         self._verify, self._draft = Correction(), Correction()
+        # Typical costs by nodes, and by levels and width: they are needed again whenever the planner learns.
+        self._verify_shares: dict[int, float] = {}
+        self._draft_shares: dict[tuple[float, int], float] = {}
 
     def observe(self, nodes: int, levels: float, seconds: float, draft_seconds: float) -> None:
         """Learn from a step that drafted, and verified ``nodes`` of each row, the root included.
@@ -223,10 +226,16 @@ class LearnedCosts:
 
     def _typical_verify(self, nodes: int) -> float:
         """The time beyond a baseline step's, as a share of it."""
-        return self._typical.verify_seconds(nodes, self._rows) / self._typical_baseline - 1
+        if nodes not in self._verify_shares:
+            seconds = self._typical.verify_seconds(nodes, self._rows)
+            self._verify_shares[nodes] = seconds / self._typical_baseline - 1
+        return self._verify_shares[nodes]
 
     def _typical_draft(self, depth: float, width: int) -> float:
-        return self._typical.draft_seconds(depth, width, self._rows) / self._typical_baseline
+        if (depth, width) not in self._draft_shares:
+            seconds = self._typical.draft_seconds(depth, width, self._rows)
+            self._draft_shares[depth, width] = seconds / self._typical_baseline
+        return self._draft_shares[depth, width]
 
     @property
     def knots(self) -> Costs:

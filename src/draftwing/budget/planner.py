@@ -10,7 +10,8 @@ nodes are chosen while it grows by their expected worth (``GrowthRule``: observe
 3. **Probes.** At intervals that double while nothing changes, the arm with the highest upper confidence bound is tried,
    if that bound exceeds the speed of the best arm. Bounds widen with the time since an arm was played, so slow arms are
    tried rarely but not never. Every other probe plays the baseline: all predictions are relative to it, and the
-   machine's speed changes.
+   machine's speed changes. Its first steps after drafts are slower than later ones, and do not count unless they are so
+   slow that later ones cannot win either.
 4. **Requests.** A new request keeps all that was learned about the machine, but little of the arms' speeds in earlier
    requests, and probes soon.
 
@@ -26,7 +27,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from operator import attrgetter
@@ -96,6 +97,7 @@ class Bandit:
         self.is_probing = False
         self.steps, self.interval, self.next_probe = 0, CONFIG.first_interval, CONFIG.first_interval
         self.last_choice = 0  # step at which a probe was last considered
+        self.run = CONFIG.settling_steps  # steps in a row with the current arm; there is no other one yet
 
     def choose(self, speedups: Sequence[float]) -> int:
         """Return the arm of the next step.
@@ -104,10 +106,14 @@ class Bandit:
             speedups: predicted speed of every arm relative to the baseline.
         """
         self.steps += 1
+        before, self.current = self.current, self._next(speedups)
+        self.run = self.run + 1 if self.current == before else 1
+        return self.current
+
+    def _next(self, speedups: Sequence[float]) -> int:
         baseline = self.arms[BASELINE]
         if baseline.plays < CONFIG.warmup_steps:
-            self.current = BASELINE
-            return self.current
+            return BASELINE
         # The mean of predicted and measured speed.
         speeds = [baseline.speed]
         for arm, speedup in zip(self.arms[1:], speedups[1:], strict=True):
@@ -124,7 +130,7 @@ class Bandit:
             self.next_probe = self.steps + self.interval
         if self.is_probing and self.steps < self.next_probe:
             return self.current
-        self.current, self.is_probing = self.best, False
+        self.is_probing = False
 
         if self.steps >= self.next_probe:  # try the other arm with the highest bound, if it may be the fastest
             bounds = {
@@ -137,21 +143,28 @@ class Bandit:
                 probed, bounds[BASELINE] = BASELINE, math.inf
             self.last_choice = self.steps
             if bounds[probed] > speeds[self.best]:
-                self.current, self.is_probing = probed, True
+                self.is_probing = True
                 self.interval = min(2 * self.interval, CONFIG.last_interval)
                 self.next_probe = self.steps + self.interval
-        return self.current
+                return probed
+        return self.best
 
-    def add(self, seconds: float, tokens: float, predicted: float) -> None:
-        """Count a step of the current arm. A probe continues until the next one while it is worth a change of arms."""
+    def add(self, seconds: float, tokens: float, predicted: float) -> bool:
+        """Count a step of the current arm, and return True; False if it is too early to tell how fast the arm is.
+
+        A probe continues until the next one while it is worth a change of arms, or may be when it has settled.
+        """
         arm = self.arms[self.current]
+        needed = predicted * arm.bias / self.arms[self.best].speed if self.is_probing else seconds
+        is_settling = self.current == BASELINE and self.run <= CONFIG.settling_steps
+        if is_settling and seconds <= needed * (1 + CONFIG.settling / self.run):
+            return False
         arm.add(seconds, tokens, predicted, self.steps)
         baseline = self.arms[BASELINE]
         if baseline.weight:
             self.costs.baseline = baseline.seconds / baseline.weight
-        self.is_probing = (
-            self.is_probing and predicted * arm.bias > CONFIG.min_gain * seconds * self.arms[self.best].speed
-        )
+        self.is_probing = self.is_probing and needed > CONFIG.min_gain * seconds
+        return True
 
     def begin_request(self) -> None:
         """Reduce the weight of earlier drafts to that of a prediction, since they may no longer be true; probe soon."""
@@ -232,9 +245,8 @@ class Planner:
             if seconds is not None and not (is_draft and self._was_baseline):
                 tokens = predicted = num_tokens / rows
                 if is_draft and self._grown is not None and tree.confidence is not None:
-                    predicted = float(tree.confidence.sum()) / rows  # it varies less than the emitted number
-                self._bandit.add(seconds, tokens, predicted)
-                if is_draft:
+                    predicted = sum(map(sum, tree.confidence.tolist())) / rows  # it varies less than the emitted number
+                if self._bandit.add(seconds, tokens, predicted) and is_draft:
                     levels = float(tree.max_depth) if tree.num_draft_forwards is None else tree.num_draft_forwards
                     self._bandit.drafted.append((nodes, levels, seconds, draft_seconds))
             self._was_baseline = self._bandit.current == BASELINE
@@ -268,15 +280,13 @@ class Planner:
         while self._bandit.drafted:
             self._bandit.costs.observe(*self._bandit.drafted.popleft())
         shapes = self._bandit.shapes
-        budgets, predicted = [Budget(0), *shapes], shapes
+        budgets, speeds = [Budget(0), *shapes], [self._expected_speed(shape) for shape in shapes]
         if self._grown is not None:
-            # It is at least as fast as the best chain.
             grown = cut_to_nodes(self._grown, max_nodes)
-            chains = [Budget(depth) for depth in range(1, grown.depth + 1)]
             budgets.append(replace(grown, rule=self.rule(rows)))
-            predicted = [*shapes, max(chains, key=self._expected_speed)]
+            speeds.append(max(self._chain_speeds(grown.depth)))  # it is at least as fast as the best chain
         self._budgets = [replace(budget, children=children) for budget in budgets]
-        self._speedups = [1.0, *[self._bandit.costs.baseline * self._expected_speed(shape) for shape in predicted]]
+        self._speedups = [1.0, *[self._bandit.costs.baseline * speed for speed in speeds]]
 
     def rule(self, rows: int) -> GrowthRule:
         """Return the present value and cost of nodes, for a batch of ``rows``."""
@@ -288,6 +298,14 @@ class Planner:
         gains = np.array([worth * self._ranks.rate(level + 1) for level in range(1, depth + 1)], np.float32)
         level_costs = np.maximum(np.diff(levels), 1e-7).astype(np.float32)
         return GrowthRule(knots, rates, gains, level_costs, verify.astype(np.float32), worth, self._costs.node_share)
+
+    def _chain_speeds(self, depth: int) -> Iterator[float]:
+        """Yield tokens per second of each row with chains of 1, 2, ... ``depth`` tokens."""
+        costs, tokens, prob = self._bandit.costs, 1.0, 1.0
+        for level in range(1, depth + 1):
+            prob *= self._ranks.rate(level)
+            tokens += prob
+            yield tokens / (costs.draft_seconds(level) + costs.verify_seconds(level + 1))
 
     def _expected_speed(self, shape: Budget) -> float:
         """Return tokens per second of each row with a fixed shape, its nodes being the likeliest by rank."""
