@@ -314,6 +314,12 @@ def test_a_user_without_a_home_has_no_folder(monkeypatch):
         pass
 
 
+def test_the_folder_may_be_below_the_home_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("DRAFTWING_CACHE", "~/cache")
+    assert cache_folder() == tmp_path / "cache"
+
+
 @needs_kernel
 def test_without_a_folder_it_is_compiled_for_this_process_alone(shop, monkeypatch):
     monkeypatch.setattr(storage, "cache_folder", lambda: None)

@@ -332,7 +332,7 @@ class RecordFile:
 def cache_folder() -> Path | None:
     """Return ``$DRAFTWING_CACHE``, or ``draftwing`` in the user's cache folder; None for a user without a home."""
     if path := os.environ.get("DRAFTWING_CACHE"):
-        return Path(path)
+        return expand_user(path)  # no shell has, if it was quoted or comes from a settings file
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftwing"
     except RuntimeError:
