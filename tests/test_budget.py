@@ -18,8 +18,8 @@ from draftwing.accept import RULES, get_rule
 from draftwing.budget import CONFIG
 from draftwing.budget import acceptance as accepting
 from draftwing.budget.acceptance import Acceptance, Ranks
-from draftwing.budget.costs import TYPICAL, TYPICAL_GPU, Costs, Curve
-from draftwing.budget.planner import FEW_SHAPES, SHAPES, Planner, planner_for
+from draftwing.budget.costs import TYPICAL, TYPICAL_GPU, Costs, Curve, LearnedCosts
+from draftwing.budget.planner import FEW_SHAPES, SHAPES, Bandit, Planner, planner_for
 from draftwing.decode import Decoder
 from draftwing.methods.base import Budget, Drafter, NoDrafter
 from draftwing.methods.causal_lm import CausalLMDrafter
@@ -202,6 +202,16 @@ def test_the_baselines_first_steps_after_drafts_are_slower_and_do_not_count(draf
     assert arms.play(300)[200:].count(1) > 80
     arms.speeds = [1.0, drafts, 0.3, 0.3]
     assert arms.play(800)[400:].count(1 if drafts > 1 else 0) > 340
+
+
+def test_the_baseline_is_probed_before_any_draft_was_timed():
+    """Drafts that always follow baseline steps of other batch sizes are never timed."""
+    bandit, probed = Bandit([Budget(1)], LearnedCosts(INT8, 1), has_grown=False), 0
+    for _ in range(60):
+        if bandit.choose([1.0, 2.0]) == 0:
+            bandit.add(1.0, 1.0, 1.0)
+            probed += bandit.best == 1
+    assert probed
 
 
 def test_an_interrupted_step_does_not_change_the_choice():

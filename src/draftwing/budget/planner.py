@@ -155,15 +155,15 @@ class Bandit:
         A probe continues until the next one while it is worth a change of arms, or may be when it has settled.
         """
         arm = self.arms[self.current]
-        needed = predicted * arm.bias / self.arms[self.best].speed if self.is_probing else seconds
+        own, best = predicted * arm.bias, seconds * self.arms[self.best].speed  # tokens in the time of this step
         is_settling = self.current == BASELINE and self.run <= CONFIG.settling_steps
-        if is_settling and seconds <= needed * (1 + CONFIG.settling / self.run):
+        if is_settling and not (self.is_probing and best > own * (1 + CONFIG.settling / self.run)):
             return False
         arm.add(seconds, tokens, predicted, self.steps)
         baseline = self.arms[BASELINE]
         if baseline.weight:
             self.costs.baseline = baseline.seconds / baseline.weight
-        self.is_probing = self.is_probing and needed > CONFIG.min_gain * seconds
+        self.is_probing = self.is_probing and own > CONFIG.min_gain * best
         return True
 
     def begin_request(self) -> None:
