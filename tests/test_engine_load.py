@@ -326,6 +326,22 @@ def test_a_prompt_that_gives_way_while_it_is_read_comes_back(target):
         assert request.token_ids == text_of(target, request.prompt_ids, request.sampling)
 
 
+def test_a_preempted_row_finds_its_own_tokens_again(target):
+    own = plain_engine(target, 16)
+    first, second = (own.submit([token], Sampling(max_tokens=200, ignore_eos=True)) for token in (5, 6))
+    while len(second.token_ids) < 2 * PAGE + 9:
+        own.step()
+    used, hits = own.stats.num_slots_used, own.stats.num_prefix_hits
+    assert 2 * len(second.token_ids) <= used <= 16 * PAGE
+    assert used % PAGE == 0
+    assert own.preempt()
+    assert own.stats.num_slots_used < used
+    own.run()
+    assert own.stats.num_prefix_hits - hits >= 2 * PAGE
+    for request in (first, second):
+        assert request.token_ids == text_of(target, request.prompt_ids, request.sampling)
+
+
 def test_a_prompt_gives_way_if_it_matters_least_or_no_row_would_remain(target):
     """Two rows and a prompt that is being read: the last in rank gives way; and never the only row."""
     short = Sampling(max_tokens=30, ignore_eos=True)
