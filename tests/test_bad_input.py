@@ -811,6 +811,8 @@ def test_a_draft_too_short_for_every_row(target, folder_of):
     prompts = [list(range(3, 43)), list(range(5, 29))]
     decoder = Decoder(target, CausalLMDrafter(draft, VOCAB))
     gone, *rest = [decoder.admit(prompt, sampling) for prompt in (prompts[0], *prompts)]
+    retired = decoder.running[0]
     decoder.retire(gone)
+    assert retired.finish_reason == "cancelled"
     texts = decode(decoder)
     assert [texts[request] for request in rest] == [plain(target, prompt, sampling) for prompt in prompts]

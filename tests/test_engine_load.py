@@ -483,6 +483,35 @@ def test_a_prompt_that_is_read_again_from_its_start_has_its_features_once(target
     assert long.token_ids == text_of(target, [7] * 100, long.sampling)
 
 
+class Keeps(Drafter):
+    """Keeps the features of prompts."""
+
+    name, features = "keeps", FeatureSpec((1,))
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+    def admit(self, ctx, features) -> None:
+        self.kept.append(features.clone())
+
+    def propose(self, ctx, sampling, budget) -> DraftTree:
+        return ctx.roots()
+
+
+def test_features_of_pieces_are_in_the_order_of_the_prompt(target):
+    at_once, in_pieces, prompt = Keeps(), Keeps(), [3 + number % 29 for number in range(3 * CHUNK)]
+    Decoder(target, at_once).admit(prompt, Sampling(max_tokens=4))
+    own = Engine(Decoder(target, in_pieces, kv_memory=1 << 26, max_batch=2), max_batch=2)
+    own.submit([5, 6], Sampling(max_tokens=40, ignore_eos=True))
+    own.step()
+    own.submit(prompt, Sampling(max_tokens=4))
+    own.step()
+    assert own.prefill.done
+    own.run()
+    assert at_once.kept[0].shape[1] == len(prompt) - 1
+    assert torch.equal(at_once.kept[0], in_pieces.kept[1])
+
+
 def test_on_a_cpu_pieces_are_smaller(target, monkeypatch):
     monkeypatch.setattr(load, "PREFILL_PIECE", 10)
     own = plain_engine(target, 16)
