@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import json
+import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -158,6 +159,15 @@ def test_llama_cpp_reports_its_servers_clock(parts):
         server.shutdown()
     # Seven tokens after the first one, three of which were drafted.
     assert run == parts.channel.Run([6, 7, 8, 9, 10, 11, 12, 13], 2.0, 0.5, 1, 4)
+
+
+def test_memory_of_a_server_counts(parts):
+    before = parts.channel.peak_memory()
+    source = "held = bytearray(100 << 20); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        server.stdout.readline()
+        assert parts.channel.peak_memory() - before > 100 << 20
+        server.communicate(b"\n")
 
 
 # --- rounds ----------------------------------------------------------------------------------------------------------
