@@ -268,7 +268,7 @@ def test_without_optimism_nobody_gives_way(target):
 
 @pytest.mark.parametrize("missing", [0, 1])
 def test_who_comes_in_finds_all_of_its_pages(missing, target):
-    """Without optimism: two need so many pages each, and one page less keeps the second one out."""
+    """Without optimism: there are exactly as many pages as two requests need, or one less, so the second one waits."""
     work = long_ones(2)
     needs = pages_of(40 + 90 + load.tree_slots([dw.Budget()]))
     own = plain_engine(target, 2 * needs - missing, optimism=0.0)
@@ -283,7 +283,7 @@ def test_who_comes_in_finds_all_of_its_pages(missing, target):
 
 @pytest.mark.parametrize(("is_running", "missing", "most"), [(True, 2, 2), (True, 3, 1), (False, 0, 2), (False, 1, 1)])
 def test_pages_in_common_are_saved_only_while_a_row_holds_them(is_running, missing, most, target):
-    """Two requests that need so many pages each, of which the second one finds two: of the first, or of one before."""
+    """The second of two requests finds two of its pages: the first one's, or those of a request that has ended."""
     (prompt, sampling), (other, _) = ((each * 4, sampling) for each, sampling in long_ones(2, max_tokens=40))
     needs = pages_of(len(prompt) + 40 + load.tree_slots([dw.Budget()]))
     own, found = plain_engine(target, 2 * needs - missing, optimism=0.0), 0

@@ -7,8 +7,8 @@ from typing import Any
 
 from peers.channel import Run, Stopwatch
 
-# Our mode: what ``draftwing.loading`` calls it, or the key of the job under which its folder stands.
 QUANTIZE = {"int8": "int8", "int4": "q4"}
+# Our mode: what ``draftwing.loading`` calls it, or the key of the job under which its folder stands.
 DRAFTS = {"plain": "none", "lookup": "lookup"}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import accumulate, combinations, pairwise
 
 from draftwing.budget import CONFIG
@@ -197,12 +198,12 @@ class LearnedCosts:
     """
 
     def __init__(self, typical: Costs, rows: int) -> None:
-        self._typical, self._rows = typical, rows
-        self.baseline = self._typical_baseline = typical.verify_seconds(1, rows)
+        self._typical = typical
+        self.baseline = baseline = typical.verify_seconds(1, rows)
         self._verify, self._draft = Correction(), Correction()
-        # Typical costs by nodes, and by levels and width: they are needed again whenever the planner learns.
-        self._verify_shares: dict[int, float] = {}
-        self._draft_shares: dict[tuple[float, int], float] = {}
+        # As shares of a baseline step, beyond it for a verification. All are needed again whenever the planner learns.
+        self._typical_verify = cache(lambda nodes: typical.verify_seconds(nodes, rows) / baseline - 1)
+        self._typical_draft = cache(lambda depth, width: typical.draft_seconds(depth, width, rows) / baseline)
 
     def observe(self, nodes: int, levels: float, seconds: float, draft_seconds: float) -> None:
         """Learn from a step that drafted, and verified ``nodes`` of each row, the root included.
@@ -223,19 +224,6 @@ class LearnedCosts:
     def draft_seconds(self, depth: float, width: int = 1) -> float:
         """Drafting time of trees of ``depth`` levels; 0 for depth 0."""
         return self.baseline * self._draft(self._typical_draft(depth, width)) if depth else 0.0
-
-    def _typical_verify(self, nodes: int) -> float:
-        """The time beyond a baseline step's, as a share of it."""
-        if nodes not in self._verify_shares:
-            seconds = self._typical.verify_seconds(nodes, self._rows)
-            self._verify_shares[nodes] = seconds / self._typical_baseline - 1
-        return self._verify_shares[nodes]
-
-    def _typical_draft(self, depth: float, width: int) -> float:
-        if (depth, width) not in self._draft_shares:
-            seconds = self._typical.draft_seconds(depth, width, self._rows)
-            self._draft_shares[depth, width] = seconds / self._typical_baseline
-        return self._draft_shares[depth, width]
 
     @property
     def knots(self) -> Costs:

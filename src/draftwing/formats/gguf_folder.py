@@ -168,8 +168,8 @@ class Architecture:
     is_head: bool = False  # a draft head, whose layers are of this family; see ``_head``
 
 
-# Keys of vision models that do not affect text, whose positions are the same in all sections. The second is the number
-# of layers that also read images.
+# Settings of vision models that change nothing for text: it has the same positions in all sections, and no images for
+# the first layers to read.
 _SECTIONS: Final = {"rope.dimension_sections": None}
 _DEEPSTACK: Final = {**_SECTIONS, "n_deepstack_layers": None}
 _MLP_NORM: Final = {"post_attention_norm": "ffn_norm"}

@@ -214,8 +214,8 @@ class HeldOut:
 
 def _shipped_name(folder: Path) -> str | None:
     """Return a head's name below the package's ``shipped`` folder; None for any other head."""
-    folder = Path(folder).resolve()
-    return str(folder.relative_to(SHIPPED.resolve())) if folder.is_relative_to(SHIPPED.resolve()) else None
+    folder, shipped = Path(folder).resolve(), SHIPPED.resolve()
+    return str(folder.relative_to(shipped)) if folder.is_relative_to(shipped) else None
 
 
 # --- walks -----------------------------------------------------------------------------------------------------------
