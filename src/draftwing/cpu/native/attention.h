@@ -191,6 +191,14 @@ inline int first_visible(const Op& op, int position) {
     return op.window > 0 && position >= op.window ? position - op.window + 1 : 0;
 }
 
+// Returns whether the first `count` nodes of a row's tree are a chain.
+inline bool is_chain(const Batch& batch, int row, int count) {
+    const int64_t* parents = batch.parents + static_cast<size_t>(row) * batch.tree_nodes;
+    for (int node = 0; node < count; ++node)
+        if (parents[node] != node - 1) return false;
+    return true;
+}
+
 // Depth of each node of a row's tree.
 void depths_of(const Batch& batch, int row, int32_t* depths) {
     const int64_t* parents = batch.parents + static_cast<size_t>(row) * batch.tree_nodes;
@@ -302,8 +310,16 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
             block += (together == 3 ? 2 : together) * KEYS;
         }
 
-    // The scores of a node's ancestors, by depth, follow those of the committed slots.
+    // The scores of a node's ancestors, by depth, follow those of the committed slots. Those that all queries have in common are
+    // read like committed slots if they are a chain: most of a prompt's.
     int* path = attention_path.get<int>(batch.tree_nodes);
+    const bool follows = seen.slots == nullptr && is_chain(batch, row, upto);
+    const int before = follows ? batch.first_node + begin : 0;
+    const Seen common{seen.slots, seen.count + before};
+    const auto find_path = [&](int node) {
+        for (int d = depths[node]; d >= 0; --d, node = static_cast<int>(parents[node])) path[d] = node;
+    };
+    if (follows) find_path(upto - 1);
     const auto page_of = [&](int first) -> const float* {  // the values of a page of places
         if (seen.slots == nullptr) return values + at(first) * words;
         float* page = attention_page.get<float>(static_cast<size_t>(PAGE) * words);
@@ -318,13 +334,14 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
     if (is_narrow) weights.emplace(num_queries, dim, words, value_dim, seen.from(lowest) / size * size, padded, page_of);
     for (int i = begin; i < end; ++i) {
         const int depth = depths[batch.first_node + i], last = length + depth;
-        for (int d = depth, node = batch.first_node + i; d >= 0; --d, node = static_cast<int>(parents[node])) path[d] = node;
+        if (!follows) find_path(batch.first_node + i);
         const int low = first_visible(op, last);
         const int first = low < length ? seen.from(low) : seen.count + low - length;
         for (int g = 0; g < groups; ++g) {
             const size_t query = static_cast<size_t>(i - begin) * groups + g;
             float* own = scores + query * stride;
-            for (int d = 0; d <= depth; ++d) own[seen.count + d] = own[seen.count + path[d]];
+            if (!follows)
+                for (int d = 0; d <= depth; ++d) own[seen.count + d] = own[seen.count + path[d]];
             if (op.cap != 0.0f) cap_scores(own, first, seen.count + depth, op.cap);
             const float* sink = op.sinks == nullptr ? nullptr : op.sinks + kv_head * groups + g;
             const float sum = softmax(own, first, seen.count + depth, sink);
@@ -347,15 +364,15 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
     if (is_narrow)
         weights->mix(page_of, mixed);
     else if (op.window == 0) {
-        for (int from = 0, to; from < seen.count; from = to) {  // all queries use a block of values while it is in the cache
-            to = seen.run(from);
-            const float* some = values + at(seen.slot(from)) * words;
+        for (int from = 0, to; from < common.count; from = to) {  // all queries use a block of values while it is in the cache
+            to = common.run(from);
+            const float* some = values + at(common.slot(from)) * words;
             mix_all(num_queries, scores + from, stride, some, words, to - from, value_dim, mixed);
         }
     }
     for (int i = begin; i < end; ++i) {
         const int depth = depths[batch.first_node + i], last = length + depth;
-        for (int d = depth, node = batch.first_node + i; d >= 0; --d, node = static_cast<int>(parents[node])) path[d] = node;
+        if (!follows) find_path(batch.first_node + i);
         const int low = first_visible(op, last);
         const size_t place = static_cast<size_t>(row) * nodes + i;
         for (int g = 0; g < groups; ++g) {
@@ -368,11 +385,11 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, i
                 for (int part = 0; part < value_dim; part += 16) store(out + part, load(sums + part) * own[padded + 1] / whole);
                 continue;
             }
-            for (int from = op.window != 0 ? seen.from(low) : seen.count, to; from < seen.count; from = to) {
-                to = seen.run(from);
-                mix<1>(own + from, stride, values + at(seen.slot(from)) * words, words, to - from, value_dim, sums);
+            for (int from = op.window != 0 ? common.from(low) : common.count, to; from < common.count; from = to) {
+                to = common.run(from);
+                mix<1>(own + from, stride, values + at(common.slot(from)) * words, words, to - from, value_dim, sums);
             }
-            for (int d = low > length ? low - length : 0; d <= depth; ++d) {
+            for (int d = std::max(before, low - length); d <= depth; ++d) {
                 const float* value = values + at(length + path[d]) * words;
                 const v16 weight = spread(own[seen.count + d]);
                 for (int part = 0; part < value_dim; part += 16) store(sums + part, load(sums + part) + load(value + part) * weight);
