@@ -156,7 +156,7 @@ def in_int8(part, bias=None):
 
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize(("num_out", "num_in"), [(200, 768), (1, 256)])
-def test_integer_products_of_any_number_of_rows(name, num_out, num_in):
+def test_integer_products_of_any_number_of_rows(name, num_out, num_in, tiles):
     part, bias = stored(name, num_out, num_in), torch.randn(num_out)
     ours, x = in_int8(part, bias), torch.randn(130, num_in)
     expected = integer_product(x, part) + bias
@@ -182,11 +182,13 @@ def test_integer_products_of_unusual_rows(name):
     x[4, 100:300] = 0
     expected = integer_product(x, part)
     assert torch.equal(in_int8(part).forward(x), expected)
+    assert torch.equal(in_int8(part).forward(x.repeat(3, 1)), expected.repeat(3, 1))
     assert (expected[:2] == 0).all()
     x[5, 17], x[6, 400], x[7, 31] = torch.nan, torch.inf, -torch.inf
-    found = in_int8(part).forward(x)
-    assert torch.equal(found[:5], expected[:5])
-    assert found[5:].isnan().all()
+    for copies in (1, 3):
+        found = in_int8(part).forward(x.repeat(copies, 1)).view(copies, 8, 70)
+        assert torch.equal(found[:, :5], expected[:5].expand(copies, 5, 70))
+        assert found[:, 5:].isnan().all()
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -204,6 +206,7 @@ def test_integer_products_with_unusual_blocks(name):
     x[0] = 1.0  # the largest levels, too
     found = in_int8(part).forward(x)
     assert torch.equal(found, integer_product(x, part))
+    assert torch.equal(in_int8(part).forward(x.repeat(4, 1)), found.repeat(4, 1))
     assert (found[:, 0] == 0).all()
 
 

@@ -158,11 +158,15 @@ def _wide(library: ctypes.CDLL, kind: WeightFormat, tile: np.ndarray, width: int
 
 
 def _blocks(library: ctypes.CDLL, rng: np.random.Generator, kind: WeightFormat) -> bool:
-    """Integer products are exact for rows of whole numbers and scales that are powers of two."""
-    width = max(kind.inputs, 64)
+    """Exact for rows of whole numbers and scales that are powers of two: with few rows, and with enough for tiles."""
+    return all(_block_products(library, rng, kind, rows) for rows in (_ROWS, 37))
+
+
+def _block_products(library: ctypes.CDLL, rng: np.random.Generator, kind: WeightFormat, rows: int) -> bool:
+    width = -(-320 // kind.inputs) * kind.inputs
     tile = _random_blocks(rng, kind, width, lambda shape: rng.choice([-0.5, 0.25, 1.0], shape))
-    x = rng.integers(-20, 21, (_ROWS, width)).astype(np.float32)
-    x[:, ::16] = 127 * rng.choice([-1, 1], (_ROWS, width // 16))  # the largest of each unit: a level is 1
+    x = rng.integers(-20, 21, (rows, width)).astype(np.float32)
+    x[:, ::16] = 127 * rng.choice([-1, 1], (rows, width // 16))  # the largest of each unit: a level is 1
     expected = x.astype(np.float64) @ _wide(library, kind, tile, width).T.astype(np.float64)
     op = {"kind": _LINEAR, "num_out": _TILE, "format": kind.code, "row_form": RowForm.LEVELS, "weight": tile}
     together = _run(library, x, _TILE, op)

@@ -6,8 +6,7 @@
 
 #pragma once
 
-#include "blocks.h"
-#include "tiles.h"
+#include "block_tiles.h"
 
 namespace {
 
@@ -295,7 +294,7 @@ void product(const Op& op, const Rows& rows, int count, int tile, v16 (*out)[PAR
     if (op.row_form == LEVELS) {
         with_blocks(op.format, [&](auto kind) {
             typedef decltype(kind) T;
-            unit_sums<T>(static_cast<const RowUnit<T::UNIT>*>(rows.data), static_cast<int>(rows.stride),
+            block_sums<T>(static_cast<const RowUnit<T::UNIT>*>(rows.data), static_cast<int>(rows.stride),
                          tile_of(tile_bytes<T>(op.num_in)), op.num_in, count, reinterpret_cast<float*>(out));
         });
     } else if (op.row_form) {

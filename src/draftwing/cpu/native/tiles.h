@@ -25,7 +25,7 @@ struct alignas(64) TileShapes {
     uint8_t rows[16] = {};
 };
 
-thread_local int tile_rows = 0;  // configured rows of this thread's tiles; 0: tiles are not in use
+thread_local int tile_rows = 0;  // configured rows of this thread's tiles; negative: see block_tiles.h; 0: tiles are not in use
 
 inline void shape_tiles(int rows) {
     if (tile_rows == rows) return;
@@ -154,10 +154,7 @@ void rounded_product(const uint16_t* x, size_t stride, const char* w, int num_in
 }
 
 // Number of rows and sums to reserve memory for.
-inline int padded_rows(int count) {
-    const int passes = (count + TILE_ROWS - 1) / TILE_ROWS;
-    return passes * ((count + passes - 1) / std::max(1, passes));
-}
+inline int padded_rows(int count) { return (count + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS; }
 
 // Asks the operating system for permission to use tiles.
 bool ask_for_tiles() { return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0; }
