@@ -637,6 +637,26 @@ for args in (["--help"], ["generate", "--help"], ["data", "cache", "--help"], ["
         assert all(word in text for word in words)
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["convert", TOY / "eagle3", "-t", "toy", "-o", ""],
+        ["convert", "", "-t", "toy", "-o", "head"],
+        ["bench", "--report", ""],
+        ["train", "eagle1", "--init-from", "", "-o", "run"],
+        ["import", "file.gguf", ""],
+    ],
+    ids=lambda args: args[0],
+)
+def test_an_empty_path_is_not_the_current_folder(args, tmp_path, monkeypatch):
+    """Such as that of a variable that is not set."""
+    monkeypatch.chdir(tmp_path)
+    result = run(*args)
+    assert result.exit_code == 2
+    assert "it is empty: name a file or folder, or the current folder as '.'" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_module_is_the_command_and_stops_quietly_while_it_is_imported():
     done = subprocess.run(
         [sys.executable, "-m", "draftwing", "--version"],

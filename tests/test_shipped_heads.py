@@ -103,6 +103,10 @@ def test_a_head_is_found_for_the_same_model_in_another_file(named, target, tmp_p
         lm = dw.load(model, "eagle3", device="cpu")
         assert lm.drafter_name == "eagle3 (eagle3)"
         assert lm.generate("def add(", max_tokens=4, speculation=dw.Budget(2))[0].token_ids
+        shown = run("convert", "eagle3", "-t", str(model), "-o", str(tmp_path / f"{model.name}-head"))
+        assert shown.exit_code == 0, shown.output
+    refusal = run("convert", "eagle3", "-t", str(TOY / "draft"), "-o", str(tmp_path / "other"))
+    assert "eagle3: there is no such folder" in refusal.stderr
     assert made_for(TOY / "eagle3").name == "toy"
     assert made_for(target) is None
     with refused(CheckpointError, "does not come with a draft of kind causal-lm", "eagle3, eagle1"):

@@ -42,6 +42,13 @@ def option(default: Any, help: str, *names: str, panel: str | None = None, exper
     return _field(default, info)
 
 
+def path(text: str) -> Path:
+    """Return the path that an option names; an empty one, such as an unset variable's, would be the current folder."""
+    if not text:
+        raise typer.BadParameter("it is empty: name a file or folder, or the current folder as '.'")
+    return Path(text)
+
+
 def argument(default: Any, help: str, **rules: Any) -> Any:
     """Return a default value that ``with_options`` makes a positional argument."""
     return _field(default, typer.Argument(help=help, **rules))
@@ -89,6 +96,8 @@ def _parameter(name: str, hint: Any, field: Any, group: Any = None) -> inspect.P
         info.rich_help_panel = info.rich_help_panel or getattr(group, "PANEL", None)
         if info.param_decls is not None and not any(one.startswith("--") for one in info.param_decls):
             info.param_decls = (f"--{name.replace('_', '-')}", *info.param_decls)
+        if Path in (hint, *get_args(hint), *itertools.chain(*map(get_args, get_args(hint)))):
+            info.parser, info.metavar = path, "<path>"
         hint = Annotated[hint, info]
         default = default if field.default is dataclasses.MISSING else field.default
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)

@@ -29,7 +29,7 @@ from draftwing.cli.options import (
 )
 from draftwing.cli.screen import format_alpha, print_line, print_table
 from draftwing.errors import CheckpointError, ConfigError, DraftwingError
-from draftwing.methods.registry import training_methods
+from draftwing.methods.registry import shipped_head_for, training_methods
 from draftwing.models.catalogue import entry_of
 from draftwing.storage import similar_paths, writing
 
@@ -410,6 +410,8 @@ def _head_folder(head: Path, target: str | None) -> Path:
     shipped = {} if entry is None else entry.heads
     if str(head) in shipped and entry is not None:
         return entry.head(str(head))
+    if entry is None and (found := shipped_head_for(str(head), _target_id(target))) is not None:
+        return found  # the file or folder of a model that has a name, too
     close = [*similar_paths(head), *difflib.get_close_matches(str(head), shipped, n=2)]
     hint = f"Did you mean {' or '.join(close)}? " if close else ""
     names = f", or a name: {', '.join(shipped)}" if shipped else ""

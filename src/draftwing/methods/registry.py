@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from draftwing.formats.doctor import Finding
     from draftwing.methods.method import DraftMethod, NetMethod, NewDrafter
-    from draftwing.methods.net import DraftNet
+    from draftwing.methods.net import DraftNet, TargetId
     from draftwing.methods.objectives import Objective
     from draftwing.models.target import Target
     from draftwing.text.tokenizer import Tokenizer
@@ -273,19 +273,28 @@ def _shipped_head(entry: Registration, target: Target, tokenizer: Tokenizer | No
     transformers. It gets the first head made for such a target, else that of the toy target, which is refused when it
     is read if it does not fit.
     """
-    models = [model for model in CATALOGUE.values() if entry.name in model.heads]
-    if not models:
+    if not any(entry.name in model.heads for model in CATALOGUE.values()):
         return None
     model = entry_of(target.name)
     if model is None and entry.training:
-        from draftwing.formats.identity import differences, made_for, target_id
+        from draftwing.formats.identity import target_id
 
-        identity = target_id(target, tokenizer)
-        for folder in (model.head(entry.name) for model in models):
-            trained_for = made_for(folder)
-            if trained_for is not None and not differences(trained_for, identity):
-                return folder
+        folder = shipped_head_for(entry.name, target_id(target, tokenizer))
+        if folder is not None:
+            return folder
     return (model or TOY).head(entry.name)
+
+
+def shipped_head_for(method: str, identity: TargetId) -> Path | None:
+    """Return the folder of the first head that comes with Draftwing, is of a method and was made for such a target."""
+    from draftwing.formats.identity import differences, made_for
+
+    for model in CATALOGUE.values():
+        if method in model.heads:
+            trained_for = made_for(model.head(method))
+            if trained_for is not None and not differences(trained_for, identity):
+                return model.head(method)
+    return None
 
 
 def convert(source: Path, destination: Path, to: str, **options: Any) -> None:

@@ -320,7 +320,8 @@ def _bound_socket(family: int, kind: int, protocol: int, address: Any) -> socket
 def _cannot_listen(host: str, port: int, error: Exception) -> ConfigError:
     number = getattr(error, "errno", None)
     if number == errno.EADDRINUSE:
-        fix = f"port {port} is in use: end the other program, or choose another port, such as --port {port % 65535 + 1}"
+        other = port + 1 if port < 65535 else 8000
+        fix = f"port {port} is in use: end the other program, or choose another port, such as --port {other}"
     elif number == errno.EACCES:
         fix = f"port {port} is reserved: choose one from 1024 on, such as --port 8000"
     else:
