@@ -182,10 +182,10 @@ def test_integer_products_of_unusual_rows(name):
     x[4, 100:300] = 0
     expected = integer_product(x, part)
     assert torch.equal(in_int8(part).forward(x), expected)
-    assert torch.equal(in_int8(part).forward(x.repeat(3, 1)), expected.repeat(3, 1))
+    assert torch.equal(in_int8(part).forward(x.repeat(7, 1)), expected.repeat(7, 1))
     assert (expected[:2] == 0).all()
     x[5, 17], x[6, 400], x[7, 31] = torch.nan, torch.inf, -torch.inf
-    for copies in (1, 3):
+    for copies in (1, 7):
         found = in_int8(part).forward(x.repeat(copies, 1)).view(copies, 8, 70)
         assert torch.equal(found[:, :5], expected[:5].expand(copies, 5, 70))
         assert found[:, 5:].isnan().all()
@@ -206,7 +206,7 @@ def test_integer_products_with_unusual_blocks(name):
     x[0] = 1.0  # the largest levels, too
     found = in_int8(part).forward(x)
     assert torch.equal(found, integer_product(x, part))
-    assert torch.equal(in_int8(part).forward(x.repeat(4, 1)), found.repeat(4, 1))
+    assert torch.equal(in_int8(part).forward(x.repeat(11, 1)), found.repeat(11, 1))
     assert (found[:, 0] == 0).all()
 
 

@@ -159,7 +159,7 @@ def _wide(library: ctypes.CDLL, kind: WeightFormat, tile: np.ndarray, width: int
 
 def _blocks(library: ctypes.CDLL, rng: np.random.Generator, kind: WeightFormat) -> bool:
     """Exact for rows of whole numbers and scales that are powers of two: with few rows, and with enough for tiles."""
-    return all(_block_products(library, rng, kind, rows) for rows in (_ROWS, 37))
+    return all(_block_products(library, rng, kind, rows) for rows in (_ROWS, 61))
 
 
 def _block_products(library: ctypes.CDLL, rng: np.random.Generator, kind: WeightFormat, rows: int) -> bool:

@@ -12,8 +12,7 @@ namespace {
 
 #if defined(__AMX_INT8__) && defined(__linux__)
 
-// Fewer rows are faster by `add_unit`: a tile takes as long for a few rows as for sixteen, and its weights are written before.
-constexpr int FEWEST_TILE_ROWS = 14;
+constexpr int FEWEST_ROWS = 48;  // fewer are as fast by `add_unit`: levels are written before tiles read them
 // Units whose sums stay in registers. The products of two groups of rows, the levels and the rows fit in the L1 cache.
 constexpr int UNITS_TOGETHER = 6;
 
@@ -101,8 +100,9 @@ void unit_sums_by_tiles(const RowUnit<T::UNIT>* x, int stride, const char* w, in
 
 template <typename T>
 void block_sums(const RowUnit<T::UNIT>* x, int stride, const char* w, int num_in, int count, float* sums) {
-    if (count < FEWEST_TILE_ROWS || !tiles_are_on.load(std::memory_order_relaxed)) return unit_sums<T>(x, stride, w, num_in, count, sums);
-    const int rest = count % TILE_ROWS, tiled = rest < FEWEST_TILE_ROWS ? count - rest : count;
+    if (count < FEWEST_ROWS || !tiles_are_on.load(std::memory_order_relaxed)) return unit_sums<T>(x, stride, w, num_in, count, sums);
+    // A tile takes as long for a few rows as for sixteen.
+    const int rest = count % TILE_ROWS, tiled = rest < TILE_ROWS / 2 ? count - rest : count;
     unit_sums_by_tiles<T>(x, stride, w, num_in, tiled, sums);
     if (tiled < count) unit_sums<T>(x + tiled, stride, w, num_in, count - tiled, sums + static_cast<size_t>(tiled) * TILE);
 }
