@@ -6,7 +6,7 @@ python examples/batch.py
 import draftwing as dw
 
 QUESTIONS = {
-    "What is the capital of France?": dw.Sampling(max_tokens=32),  # greedy
+    "What is the capital of Germany?": dw.Sampling(max_tokens=32),  # greedy
     "Invent a name for a cat.": dw.Sampling(max_tokens=32, temperature=0.8, top_p=0.95, seed=1),
     "Count from one to twenty.": dw.Sampling(max_tokens=32, stop=("seven", "7")),
 }

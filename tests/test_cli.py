@@ -294,6 +294,8 @@ ERRORS = {
     "no text": (["x\udcff"], "give valid text"),
     "no number": (["x", "--seed", "1e5"], "'--seed'"),
     "no such option": (["x", "--sede", "1"], "No such option: --sede"),
+    "a shortened option": (["x", "--temp", "1"], "--temperature"),
+    "unlike any option": (["x", "--model", "y"], "No such option: --model (see "),
     "no such schema": (["x", "--json-schema", "nowhere.json"], "'nowhere.json' cannot be read"),
     "no schema": (["x", "--json-schema", "{"], "JSON schema"),
     "empty grammar": (["x", "--grammar", ""], "cannot be read"),
@@ -306,6 +308,12 @@ def test_errors_are_one_line_and_name_the_thing(target, name):
     args, wanted = ERRORS[name]
     args = ["x", *args] if args[:1] == ["-t"] else [*args, "-t", target]
     check_refused(run("generate", *args), wanted)
+
+
+def test_a_cache_excludes_data(tmp_path):
+    train = ("train", "eagle3", "-t", "toy", "--iterations", 1, "--precision", "no", "--device", "cpu", "-o", tmp_path)
+    check_refused(run(*train, "--cache", tmp_path, "--data", tmp_path), "give --cache without --data")
+    check_refused(run(*train), "give at least one file or folder (--data)")
 
 
 def test_a_head_that_ships_goes_by_its_name(tmp_path):
@@ -449,8 +457,21 @@ def test_compare_table(target, prompts):
     assert len(table) == 2
     for title in ("drafter", "tokens/s", "speedup", "tau", "efficiency", "alpha by depth", "text identical"):
         assert title in result.stdout
-    for line in ("baseline: baseline decoding", "machine: cpu", "num prompts 2", "─ baseline decoding: ", "─ lookup: "):
+    baseline = "baseline: the same settings without drafts, batch 1, engine lean"
+    for line in (baseline, "machine: cpu", "num prompts 2", "─ baseline decoding: ", "─ lookup: "):
         assert line in result.stdout
+
+
+def test_tables_for_narrow_terminals(target, prompts, monkeypatch):
+    monkeypatch.setattr(console, "FILE_WIDTH", 60)
+    result = run("compare", "-t", target, "-d", "lookup", "--prompts", prompts, "--num-prompts", 1, "-n", 6)
+    assert result.exit_code == 0, result.output
+    assert "yes (1 of 1)" in result.stdout
+    assert "alpha" not in result.stdout
+    assert "…" not in result.stdout
+    listed = run("list").stdout.split("toy:")[0]
+    assert "smollm2-135m-instruct" in listed
+    assert "licence" not in listed
 
 
 def test_compare_json_and_default_drafters(target, prompts):
@@ -579,7 +600,7 @@ def test_info(folder_of, tmp_path):
     assert found["drafter"]["matrices"].startswith(drafts.drafter.runs_as)
     assert ("stays the target's" in found["drafter"]["matrices"]) is ("int8" in drafts.drafter.runs_as)
     assert found["drafter"]["mb_per_token"] == drafts.drafter.num_bytes / 1e6
-    assert found["bandwidth"]["plain_decoding_limit_tokens_per_s"] > 0
+    assert found["bandwidth"]["baseline_limit_tokens_per_s"] > 0
     table = run("info", "-t", target, "-d", "lookup")
     assert table.exit_code == 0
     for word in ("target", "tokenizer", "drafter", "machine", "lookup", "mb per token", "matrices", "exactness"):

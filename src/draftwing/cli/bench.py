@@ -167,8 +167,8 @@ _NUM_NAMED = 5  # skipped turns and differing texts in the terminal; results.jso
 # Figures by the terminal's width.
 _LAYOUTS = {
     155: ">n: {n} | >tau: {tau} | >speedup: {speedup} | >of means: {of means} | >with prompt: {with prompt} | "
-    ">tokens/s: {tokens/s} | >plain: {plain} | alpha by depth: {alpha by depth} | identical: {identical}",
-    110: ">n: {n} | >tau: {tau} | >speedup: {speedup} | >tokens/s: {tokens/s} | >plain: {plain} | "
+    ">tokens/s: {tokens/s} | >baseline: {plain} | alpha by depth: {alpha by depth} | identical: {identical}",
+    110: ">n: {n} | >tau: {tau} | >speedup: {speedup} | >tokens/s: {tokens/s} | >baseline: {plain} | "
     "identical: {identical}",
     0: ">n: {n} | >tau: {tau} | >speedup: {speedup} | identical: {identical}",
 }
@@ -218,7 +218,7 @@ def _print_rows(rows: Sequence[ResultRow], room: int) -> None:
         cells = row.cells()
         style = "green" if row.promise == "distribution" or row.keeps_promise else "red"
         records.append({**cells, "identical": Text(cells["identical"], style)})
-    layout = next(layout for width, layout in _LAYOUTS.items() if room >= width or not width)
+    layout = screen.layout_for_width(_LAYOUTS, room)
     screen.print_table(
         records,
         f"set: {{set}} | part: {{part}} | sampling: {{sampling}} | draft: {{draft}} | tree: {{tree}} | {layout}",

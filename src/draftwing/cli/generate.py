@@ -73,7 +73,7 @@ def generate(
     - `draftwing generate "def quicksort(" -T 0.8 --seed 7 -n 200`
     - `cat prompt.txt | draftwing generate -t path/or/hub-id -d lookup > continued.txt`
     - `draftwing generate --prompts prompts.jsonl --json`
-    - `draftwing generate "Name a city." -t chat-model --json-schema '{"properties": {"city": {"type": "string"}}}'`
+    - `draftwing generate "Who wrote Hamlet?" --json-schema schema.json`
     """
     from draftwing.lab.machine import describe_run, record
 

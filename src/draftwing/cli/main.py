@@ -53,9 +53,18 @@ class _Group(TyperGroup):
 def _print_usage_error(error: Any) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":  # the whole help
         raise error
+    _improve_suggestions(error)
     command = error.ctx.command_path if error.ctx is not None else "draftwing"
     screen.error(f"{error.format_message()} (see {command} --help)")
     return 2
+
+
+def _improve_suggestions(error: Any) -> None:
+    """Suggest the options that a shortened one begins, and never --help, whose hint follows anyway."""
+    if (typed := getattr(error, "option_name", None)) and hasattr(error, "possibilities") and error.ctx is not None:
+        options = [name for param in error.ctx.command.params for name in param.opts]
+        begun = [name for name in options if name.startswith(typed)]
+        error.possibilities = begun or [name for name in error.possibilities or () if name != "--help"]
 
 
 def _give_up_stdout(error: OSError) -> int:

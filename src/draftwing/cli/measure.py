@@ -42,17 +42,18 @@ if TYPE_CHECKING:
 _DISTRIBUTION_ONLY = "at a temperature above 0 this rule keeps the distribution of the text, not the text itself"
 
 
-_COMPARED = (
-    "drafter: {name} | >tokens/s: {tokens_per_s:.1f} | >speedup: {speedup:.2f}x | >tau: {tau:.2f} | "
-    ">efficiency: {efficiency:.2f} | alpha by depth: {alpha}"
-)
+_COMPARED = {
+    100: "drafter: {name} | >tokens/s: {tokens_per_s:.1f} | >speedup: {speedup:.2f}x | >tau: {tau:.2f} | "
+    ">efficiency: {efficiency:.2f} | alpha by depth: {alpha}",
+    0: "drafter: {name} | >tokens/s: {tokens_per_s:.1f} | >speedup: {speedup:.2f}x | >tau: {tau:.2f}",
+}
 _VERIFIED = (
-    "prompt: {prompt} | position: {position} | plain token: {plain_token} | drafted token: {token} | "
+    "prompt: {prompt} | position: {position} | baseline token: {plain_token} | drafted token: {token} | "
     "margin: {margin:.2e} | noise: {noise:.2e} | verdict: {verdict}"
 )
 _FORECAST = (
     "T: {temperature:g} | tree: {tree} | >tau: {tau:.2f} | >95%: {tau_low:.2f}-{tau_high:.2f} | >nodes: {nodes} | "
-    ">speedup: {speedup:.2f}"
+    ">speedup: {speedup:.2f}x"
 )
 
 
@@ -108,7 +109,9 @@ def _print_comparison(comparison: Comparison, *, texts: bool) -> None:
         title = f"{name}: {method.tokens_per_s:.0f} tokens/s"
         text = Text(printable(comparison.texts[method.name].strip("\n")))
         new_console().print(Panel(text, title=Text(title), title_align="left", expand=False))
-    print_table(records, f"{_COMPARED} | {'text' if is_sampled else 'text identical'}: {{identical}}")
+    print_table(
+        records, f"{screen.layout_for_width(_COMPARED)} | {'text' if is_sampled else 'text identical'}: {{identical}}"
+    )
     settings = dict(comparison.settings)
     rules, budgets = settings.pop("rules"), settings.pop("budgets")
     print_line(f"baseline: {comparison.baseline}")

@@ -16,6 +16,11 @@ from draftwing.models.catalogue import CATALOGUE, Hub, Shipped, Wheel, entry_nam
 if TYPE_CHECKING:
     from draftwing.models.catalogue import Entry
 
+_LISTED = {
+    100: "name: {name} | >parameters: {millions:.0f}M | licence: {licence} | source: {source} | >size: {mb:,.0f} MB | "
+    "downloaded: {is_local} | heads: {heads}",
+    0: "name: {name} | >size: {mb:,.0f} MB | heads: {heads}",
+}
 _NAME = argument(..., "A name of `draftwing list`, or a Hub id, org/name.")
 
 
@@ -28,7 +33,7 @@ def list_(as_json: bool = JSON) -> None:
     Examples:
 
     - `draftwing list`
-    - `draftwing run smollm2-135m-instruct "What is the capital of France?"`
+    - `draftwing run smollm2-135m-instruct "Why is the sky blue?"`
     """
     from draftwing.models.resolve import hub_models
 
@@ -46,11 +51,7 @@ def list_(as_json: bool = JSON) -> None:
             "is_local": "yes" if row["path"] else "no",
             "heads": ", ".join(row["heads"]) or "-",
         }
-    screen.print_table(
-        rows,
-        "name: {name} | >parameters: {millions:.0f}M | licence: {licence} | source: {source} | >size: {mb:,.0f} MB | "
-        "downloaded: {is_local} | heads: {heads}",
-    )
+    screen.print_table(rows, screen.layout_for_width(_LISTED))
     for row in rows:
         if row["path"]:
             print_line(f"{row['name']}: {row['path']}")
@@ -162,7 +163,7 @@ def info(
             raise ConfigError("--bandwidth measures the processor's memory: add --device cpu")
         speed = read_bandwidth(lm.target.num_weight_bytes)
         limit = speed * 1e9 / lm.target.num_weight_bytes
-        sections["bandwidth"] = {"gb_per_s": round(speed, 2), "plain_decoding_limit_tokens_per_s": round(limit, 1)}
+        sections["bandwidth"] = {"gb_per_s": round(speed, 2), "baseline_limit_tokens_per_s": round(limit, 1)}
     if as_json:
         screen.print_json(sections)
     else:

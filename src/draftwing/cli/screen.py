@@ -75,6 +75,12 @@ def print_table(records: Sequence[Mapping[str, Any]], layout: str, console: Cons
     (console or new_console()).print(table)
 
 
+def layout_for_width(layouts: Mapping[int, str], width: int | None = None) -> str:
+    """Return the layout of the largest key, a number of columns, that fits the terminal; the last one fits any."""
+    room = new_console().width if width is None else width
+    return next(layout for columns, layout in layouts.items() if room >= columns or columns == 0)
+
+
 def _cell(record: Mapping[str, Any], form: str) -> Text:
     value = record.get(form.strip("{}"))
     if isinstance(value, Text):
@@ -183,7 +189,13 @@ def print_sections(sections: Mapping[str, Mapping[str, Any]]) -> None:
     for title, values in sections.items():
         table.add_row(f"[bold]{escape(title)}[/bold]", "")
         for name, value in values.items():
-            text = "none" if value is None else f"{value:,}" if type(value) is int and value > 9999 else str(value)
+            text = str(value)
+            if value is None:
+                text = "none"
+            elif isinstance(value, bool):
+                text = "yes" if value else "no"
+            elif isinstance(value, float) or (isinstance(value, int) and value > 9999):
+                text = f"{value:,.2f}".removesuffix(".00") if isinstance(value, float) else f"{value:,}"
             table.add_row(Text(f"  {name.replace('_', ' ')}"), Text(printable(text)))
     new_console().print(table)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from draftwing.accept import get_rule, match
 from draftwing.cpu.noise import noise_of
 from draftwing.errors import ConfigError
-from draftwing.lab.machine import describe_machine, describe_target
+from draftwing.lab.machine import describe_machine, describe_target, engine_of
 from draftwing.lm import LM, Generation
 from draftwing.models.target import Target
 from draftwing.request import with_seed
@@ -117,7 +117,7 @@ def compare(
     }
     return Comparison(
         methods=[_summarise(lm, run, runs[0], len(prompts), sampling) for lm, run in zip(lms, runs, strict=True)],
-        baseline=f"baseline decoding, {type(target).__name__}, same settings, batch 1",
+        baseline=f"the same settings without drafts, batch 1, engine {engine_of(target)}",
         settings=settings,
         machine=describe_machine(),
         texts={lm.drafter_name: run[0].text for lm, run in zip(lms, runs, strict=True)},

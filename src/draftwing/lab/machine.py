@@ -107,7 +107,7 @@ def describe_lm(lm: LM) -> dict[str, dict[str, Any]]:
         "target": {
             "name": about_target.pop("target"),
             "family": read_config(folder).get("model_type"),
-            "engine": "transformers" if isinstance(target, AdapterTarget) else "lean",
+            "engine": engine_of(target),
             "parameters": _num_parameters(target, folder),
             "layers": target.num_layers,
             "hidden": target.hidden_size,
@@ -133,11 +133,15 @@ def describe_costs(costs: Costs) -> dict[str, Any]:
     plain = costs.verify_seconds(1)
     nodes = [int(count) for count, _ in costs.verify.knots if count > 1]
     return {
-        "plain_step_ms": round(1e3 * plain, 2),
-        "verify_of_plain": "  ".join(f"{n}: {costs.verify_seconds(n) / plain:.2f}" for n in nodes),
-        **({"draft_step_of_plain": round(costs.level_seconds / plain, 3)} if costs.chain.knots else {}),
+        "baseline_step_ms": round(1e3 * plain, 2),
+        "verify_of_baseline": "  ".join(f"{n}: {costs.verify_seconds(n) / plain:.2f}" for n in nodes),
+        **({"draft_step_of_baseline": round(costs.level_seconds / plain, 3)} if costs.chain.knots else {}),
         "us_per_token_of_context": round(1e6 * costs.per_token, 2),
     }
+
+
+def engine_of(target: Target) -> str:
+    return "transformers" if isinstance(target, AdapterTarget) else "lean"
 
 
 def _runtime(target: Target) -> str:

@@ -134,7 +134,7 @@ def find_files(sources: Sequence[str | Path], *, output: Path | None = None) -> 
     packages, and ``output``, the file that is being written.
     """
     if not sources:
-        raise DataError("there is no source of data: give at least one file or folder")
+        raise DataError("there is no source of data: give at least one file or folder (--data)")
     output = output and output.resolve()
     files: list[Source] = []
     for given in sources:

@@ -137,5 +137,5 @@ class TrainOptions:
             if name not in REPORTING and saved.get(name, value) != value:
                 raise ConfigError(
                     f"{where} holds a run with {name} {saved[name]!r}, and this one has {value!r}: choose "
-                    f"another --out, or give what that run had to continue it"
+                    f"another --out, or the same settings to continue it"
                 )

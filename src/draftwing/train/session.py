@@ -147,6 +147,8 @@ def prepare(
             "training: the target's layers are needed without a cache, and for own_text: give --cache and no "
             "--own-text, or load all of the target (drop --ends-only)"
         )
+    if files.cache is not None and files.data:
+        raise ConfigError("training: a cache holds its own texts: give --cache without --data")
     usual = training_dtype(device)
     precision = options.precision or ("bf16" if usual == torch.bfloat16 else "no")
     accelerator = Accelerator(mixed_precision=precision, cpu=device == "cpu")
