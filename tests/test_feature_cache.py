@@ -405,6 +405,8 @@ def test_cache_and_train(folder, tmp_path):
     assert found["num_kept"] == 0
     assert "the cache will have" in made.stderr
     assert json.loads(run("data", "cache", *common, *cut, "--out", tmp_path / "cache", "--json").stdout)["num_kept"] > 0
+    again = run("data", "cache", *common, *cut, "--out", tmp_path / "cache").stderr
+    assert f"draftwing train eagle3 --target {folder} --cache {tmp_path / 'cache'} --minutes" in again
     sizes = {"max_length": 24, "tokens_per_batch": 96, "iterations": 2, "eval_prompts": 1, "eval_tokens": 4}
     options = TrainOptions("eagle3", validation_share=0.2, precision="no", draft_vocab_size=40, seed=3, **sizes)
     settings = {"dtype": "float32", "device": "cpu"}

@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 import draftwing as dw
 from conftest import add_tokenizer, refused
 from draftwing.cpu.library import get_kernel
-from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
+from draftwing.errors import CheckpointError, ConfigError, TokenizerError, UnsupportedError
 from draftwing.loading import find_model, load_target
 from draftwing.models.catalogue import entry_of
 from draftwing.shipped import shipped_folder
+from draftwing.text.tokenizer import Tokenizer
 
 IDS = torch.tensor([[1, 5, 9, 33, 60, 2, 7]])
 LAYER, TIED = "model.layers.1.", "llama-bias-tied"
@@ -175,6 +176,8 @@ def test_a_folder_of_an_adapter_is_a_target(folder_of, tmp_path):
     expected = dw.load(merged, "lookup").generate([[1, 70, 80]], **sampling)[0].token_ids
     for target, lora in ((adapter, None), (base, adapter), (str(base), str(adapter))):
         assert dw.load(target, "lookup", lora=lora).generate([[1, 70, 80]], **sampling)[0].token_ids == expected
+    with refused(TokenizerError, "a LoRA adapter without a tokenizer", "merge it into its base model"):
+        Tokenizer(adapter)
     # A base model that is named relative to the adapter, and a tokenizer of the adapter's own.
     config = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "../base"}))

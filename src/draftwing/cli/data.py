@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -163,7 +164,7 @@ def regenerate(
     screen.line(f"wrote {done.num_written} records ({speed}) to {out}; {done.num_kept} were there")
     if cache is not None:
         screen.line(f"{features} has {cache.num_rows} rows, {cache.size}")
-        screen.line(f"train on it: draftwing train {taps.method} ... --cache {features}", "dim")
+        screen.line(_train_command(taps.method, model.target, features), "dim")
     _report_skipped(done.skipped, "could not be answered")
 
 
@@ -290,7 +291,7 @@ def cache(
         screen.print_json({"out": str(out), **asdict(done)})
         return
     screen.line(f"wrote {done.num_shards - done.num_kept} shards to {out}; {done.num_kept} were there")
-    screen.line(f"train on it: draftwing train {taps.method} ... --cache {out}", "dim")
+    screen.line(_train_command(taps.method, target, out), "dim")
 
 
 @data_app.command("import-states")
@@ -364,7 +365,25 @@ def import_states(
             f"stopped before it wrote them",
             "yellow",
         )
-    screen.line(f"train on it: draftwing train {taps.method} ... --cache {out} --ends-only", "dim")
+    screen.line(_train_command(taps.method, target, out, "--ends-only"), "dim")
+
+
+def _train_command(method: str, target: str | None, cache: Path, *options: str) -> str:
+    model = ["--target", target] if target else []
+    command = [
+        "draftwing",
+        "train",
+        method,
+        *model,
+        "--cache",
+        str(cache),
+        *options,
+        "--minutes",
+        "60",
+        "-o",
+        "my-head",
+    ]
+    return f"train on it: {shlex.join(command)}"
 
 
 @datastore_app.command("build")

@@ -48,6 +48,11 @@ class Tokenizer:
         self._slow: Any = None
         self.fast: FastTokenizer
         if not exists(file):
+            if exists(folder / "adapter_config.json"):
+                raise TokenizerError(
+                    f"{folder}: a LoRA adapter without a tokenizer: merge it into its base model with peft's "
+                    f"merge_and_unload, and give the result"
+                )
             try:
                 self.fast = self.pretrained.backend_tokenizer
             except Exception as error:  # transformers raises many kinds of errors
