@@ -157,6 +157,17 @@ def test_an_interrupted_answer_does_not_keep_the_next_one_waiting(target):
     assert len(answer.token_ids) == sum(1 for _ in steps) == LENGTH
 
 
+def test_tokens_after_an_ignored_stop_string_are_shown_one_by_one(target):
+    lm, stop, shown = dw.load(target, draft=target, budget=dw.Budget(3)), (), []
+    for _ in range(2):
+        sampling = dw.Sampling(max_tokens=LENGTH, min_tokens=LENGTH, ignore_eos=True, stop=stop)
+        steps = []
+        stop = (Dialogue(lm, "itself", sampling).ask(QUESTIONS[0], steps.append).text[0],)
+        shown.append(steps)
+    assert shown[0] == shown[1]
+    assert any(len(step.pieces) > 1 for step in shown[0])
+
+
 def test_saved_dialogues_are_training_data(target, expected, tmp_path):
     file = tmp_path / "chat.jsonl"
     script = lines(QUESTIONS[0], f"/save {file}", QUESTIONS[1], f"/save {file}", "/quit", "never asked")

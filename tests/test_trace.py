@@ -36,7 +36,7 @@ def lm_of():
 def traces(lm, **options):
     """Of every step, with the step itself."""
     ids = lm.encode(PROMPT)
-    tracer = Tracer(lm.tokenizer, ids, options.get("stop", ()))
+    tracer = Tracer(lm.tokenizer, ids, Sampling(max_tokens=LENGTH, **options))
     steps = lm.stream(PROMPT, max_tokens=LENGTH, ignore_eos=True, **options)
     return [(tracer.trace(each.step.rows[0], each.step), each.step) for each in steps]
 
@@ -75,8 +75,9 @@ def test_a_trace_says_what_its_step_did(lm_of, draft, temperature):
     assert (drafted > 0) == (draft != "none")
 
 
-def test_only_drafted_tokens_are_shown_as_drafted(lm_of):
-    for trace, step in traces(lm_of("eagle3")):
+@pytest.mark.parametrize("options", [{}, {"stop": ("\n",), "min_tokens": LENGTH}], ids=["plain", "ignored-stop"])
+def test_only_drafted_tokens_are_shown_as_drafted(lm_of, options):
+    for trace, step in traces(lm_of("eagle3"), **options):
         tokens = [text for text, is_drafted in ((p["text"], p["drafted"]) for p in trace["pieces"]) if is_drafted]
         kept = lm_of("eagle3").tokenizer.decode(list(step.rows[0].token_ids)[: step.rows[0].num_accepted])
         assert "".join(tokens) == kept
@@ -103,7 +104,7 @@ def test_steps_that_nobody_read_in_time_keep_their_text(lm_of):
     joined = replace(
         then, token_ids=first.token_ids + then.token_ids, position=first.position, text=first.text + then.text
     )
-    trace = Tracer(lm.tokenizer, lm.encode(PROMPT)).trace(joined, None)
+    trace = Tracer(lm.tokenizer, lm.encode(PROMPT), Sampling()).trace(joined, None)
     assert "nodes" not in trace
     assert trace["token_ids"] == list(joined.token_ids)
     assert "".join(piece["text"] for piece in trace["pieces"]) == joined.text

@@ -167,7 +167,7 @@ class Dialogue:
             )
         answer = Answer(question, self.draft, self.sampling, len(ids))
         # Decodes the text a second time, token by token, to attribute each piece to its token.
-        tokens = TextStream(lm.tokenizer, ids, self.sampling.stop)
+        tokens = TextStream(lm.tokenizer, ids, self.sampling.stop, min_ids=self.sampling.min_tokens)
         engine = self._engine(len(ids))
         num_hits, began = 0 if engine is None else engine.stats.num_prefix_hits, time.perf_counter()
         try:

@@ -106,7 +106,7 @@ class ServedAnswer:
             for index, (prompt_ids, sampling) in enumerate(parsed.sequences):
                 ticket = worker.submit(prompt_ids, sampling, wake, keeps_steps=is_traced, **parsed.options)
                 reader = None if parsed.tool_names is None else ToolReader(parsed.tool_names, parsed.max_calls)
-                tracer = Tracer(lm.tokenizer, prompt_ids, sampling.stop) if is_traced else None
+                tracer = Tracer(lm.tokenizer, prompt_ids, sampling) if is_traced else None
                 self._choices.append(_Choice(index, ticket, reader, tracer))
         except DraftwingError as error:
             self.close()

@@ -52,9 +52,9 @@ class TokenNames:
 class Tracer:
     """Traces the steps of one request, in their order."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: tuple[str, ...] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         self._names = TokenNames(tokenizer)
-        self._stream = TextStream(tokenizer, prompt_ids, stop)
+        self._stream = TextStream(tokenizer, prompt_ids, sampling.stop, min_ids=sampling.min_tokens)
 
     def trace(self, row: RowStep, step: Step | None, place: int = 0) -> dict[str, Any]:
         """Return ``step_trace`` of a step, and ``pieces``: the text by token, each with True if it was drafted.
