@@ -287,7 +287,7 @@ ERRORS = {
     "lossy": (["x", "--rule", "typical"], "--lossy"),
     "bias": (["x", "--logit-bias", "5"], "--logit-bias"),
     "tree": (["x", "-d", "lookup", "--tree", "bush"], "--tree must be auto"),
-    "dynamic": (["x", "-d", "lookup", "--tree", "dynamic:9,0"], "--tree must be auto"),
+    "dynamic": (["x", "-d", "lookup", "--tree", "dynamic:9,0"], "neither chain:DEPTH nor dynamic:NODES,DEPTH,WIDTH"),
     "digits": (["x", "-d", "lookup", "--tree", "chain:" + "9" * 5000], "--tree must be auto"),
     "endless tree": (["x", "-d", "lookup", "--tree", "/dev/zero"], "more than 1,048,576 bytes"),
     "no file": (["x", "-d", "lookup", "--tree", "a\0b"], "--tree must be auto"),
@@ -327,6 +327,14 @@ def test_a_head_that_ships_goes_by_its_name(tmp_path):
     check_refused(
         run("doctor", tmp_path / "haed", "-t", "toy"), f"Did you mean {tmp_path / 'head'}?", "or a name: eagle3"
     )
+    for command in ("convert", "export"):
+        file = tmp_path / "other.gguf"
+        check_refused(run(command, "eagle3", "-t", "toy", "-o", file), "is a folder: add --to gguf")
+        assert not file.exists()
+
+
+def test_verify_needs_a_draft(target):
+    check_refused(run("verify", "-t", target, "-d", "none"), "nothing drafts here: choose a --draft")
 
 
 def test_commands_for_engines_with_a_gguf_target_can_work(tmp_path, monkeypatch):

@@ -369,21 +369,9 @@ def import_states(
 
 
 def _train_command(method: str, target: str | None, cache: Path, *options: str) -> str:
-    model = ["--target", target] if target else []
-    command = [
-        "draftwing",
-        "train",
-        method,
-        *model,
-        "--cache",
-        str(cache),
-        *options,
-        "--minutes",
-        "60",
-        "-o",
-        "my-head",
-    ]
-    return f"train on it: {shlex.join(command)}"
+    model = [] if target is None else ["--target", target]
+    words = ["train", method, *model, "--cache", str(cache), *options, "--minutes", "60", "-o", "my-head"]
+    return f"train on it: draftwing {shlex.join(words)}"
 
 
 @datastore_app.command("build")

@@ -160,6 +160,8 @@ def verify(
         )
     prompts = examples.read(model.target)
     lm = model.load(draft, drafting)
+    if not lm.drafter.drafts:
+        raise ConfigError("verify compares drafted text with the baseline's, and nothing drafts here: choose a --draft")
     with progress("verifying") as on_progress:
         verification = run(lm, sampling.encode_all(prompts, lm), checked, on_progress=on_progress)
     if as_json:

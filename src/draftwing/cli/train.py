@@ -358,7 +358,7 @@ def convert(
     """
     from draftwing.methods.registry import convert as run
 
-    options = _gguf_options(to, target, dtype)
+    options = _gguf_options(out, to, target, dtype)
     settings = {"target": _target_id(target), "taps": parse_taps(taps), "depth": depth, **options}
     with screen.writing(out):
         run(_head_folder(head, target), out, to, **settings)
@@ -387,7 +387,7 @@ def export(
 
     if to not in SERVED_BY:
         raise ConfigError(f"no engine serves the layout {to!r}: choose {', '.join(SERVED_BY)} (or use convert)")
-    options = _gguf_options(to, target, dtype)
+    options = _gguf_options(out, to, target, dtype)
     with screen.writing(out):
         run(_head_folder(head, target), out, to, target=_target_id(target), depth=depth, **options)
     entry = entry_of(target)  # engines do not know our names
@@ -418,13 +418,15 @@ def _head_folder(head: Path, target: str | None) -> Path:
     raise CheckpointError(f"{head}: there is no such folder. {hint}Give the folder of a head{names}.")
 
 
-def _gguf_options(to: str, target: str | None, dtype: str | None) -> dict[str, Any]:
+def _gguf_options(out: Path, to: str, target: str | None, dtype: str | None) -> dict[str, Any]:
     """Return the options of the layout gguf alone, which holds the tokenizer of the target's GGUF file."""
     from draftwing.formats.gguf_folder import link_of
     from draftwing.models.resolve import resolve
 
     if to == "gguf":
         return {"target_file": None if target is None else link_of(resolve(target)), "dtype": dtype}
+    if out.suffix == ".gguf":
+        raise ConfigError(f"--out {out}: the layout {to!r} is a folder: add --to gguf, or name a folder")
     if dtype is not None:
         raise ConfigError(f"--dtype belongs to --to gguf, found {to!r}: leave it out, the numbers are kept")
     return {}

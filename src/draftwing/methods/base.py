@@ -98,7 +98,7 @@ class Budget:
         kind, _, numbers = text.partition(":")
         if kind == "chain":
             return cls(int(numbers))
-        if kind == "dynamic":
+        if kind == "dynamic" and numbers.count(",") == 2:
             nodes, depth, width = map(int, numbers.split(","))
             return cls(depth, width, nodes)
         raise ValueError("neither chain:DEPTH nor dynamic:NODES,DEPTH,WIDTH")
