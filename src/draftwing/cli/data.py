@@ -162,7 +162,7 @@ def regenerate(
         return
     speed = f"{done.num_tokens:,} tokens, {done.tokens_per_s:,.0f} tokens/s"
     screen.line(f"wrote {done.num_written} records ({speed}) to {out}; {done.num_kept} were there")
-    if cache is not None:
+    if features is not None and cache is not None:
         screen.line(f"{features} has {cache.num_rows} rows, {cache.size}")
         screen.line(_train_command(taps.method, model.target, features), "dim")
     _report_skipped(done.skipped, "could not be answered")
