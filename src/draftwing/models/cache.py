@@ -76,6 +76,8 @@ class KVCache:
         self.table: Any = None  # a ``paged.PageTable`` if slots lie in pages
         self.data = torch.zeros(num_layers, 2, 0, num_kv_heads, 0, head_dim, dtype=dtype, device=device)
         self.states: RowStates | None = None  # if there are recurrent layers
+        # Forwards multiply unused slots by 0, so these must not hold NaN of an earlier request (0 * NaN is NaN).
+        self.reads_unused = True
         self._written: set[int] = set()  # rows that have been used
 
     @property
@@ -109,10 +111,10 @@ class KVCache:
         return rows, slots
 
     def clear(self, row: int) -> None:
-        """Zero a row's slots: an earlier request may have left NaN, which no mask removes (0 * NaN is NaN)."""
+        """Begin a request in a row: zero its slots, if unused ones are read."""
         if self.states is not None:
             self.states.clear(row)
-        if row in self._written or self.data.device.type != "cpu":
+        if self.reads_unused and (row in self._written or self.data.device.type != "cpu"):
             clear(self.data[:, :, row])
         self._written.add(row)
 

@@ -208,7 +208,7 @@ class PageTable:
         self._is_changed = True
 
     def _take(self) -> int:
-        """A page of zeros: an earlier request may have left NaN, which no mask removes (0 * NaN is NaN)."""
+        """A free page, or the one that was kept the longest; zeros in the caches whose unused slots are read."""
         if self._free:
             page = self._free.pop()
         else:
@@ -217,7 +217,8 @@ class PageTable:
             self.prefixes.remove(page)
         self.uses[page] = 1
         for cache in self.caches:
-            clear(cache.data[..., page * PAGE : (page + 1) * PAGE, :])
+            if cache.reads_unused:
+                clear(cache.data[..., page * PAGE : (page + 1) * PAGE, :])
         return page
 
     def attach(self, row: int, pages: list[int]) -> None:
