@@ -88,7 +88,7 @@ def test_a_name_brings_its_best_head(named, quantize):
         pytest.skip("this CPU multiplies no 8-bit integers exactly")
     options = {"max_tokens": 12, "ignore_eos": True, "temperature": 1.0, "seed": 2}
     plain = dw.load("tiny", "none", quantize=quantize, device="cpu").generate("def add(", **options)[0]
-    for draft, name in ((None, "eagle3 (eagle3)"), ("eagle3", "eagle3 (eagle3)"), ("eagle1", "eagle1 (eagle1)")):
+    for draft, name in ((None, "eagle3"), ("eagle3", "eagle3"), ("eagle1", "eagle1")):
         lm = dw.load("tiny", draft, quantize=quantize, device="cpu")
         assert lm.drafter_name == name
         found = lm.generate("def add(", speculation=dw.Budget(3), **options)[0]
@@ -101,7 +101,7 @@ def test_a_head_is_found_for_the_same_model_in_another_file(named, target, tmp_p
     file = write(target, tmp_path / "tiny.Q4_1.gguf", lambda name, weight: "Q4_1")
     for model in (target, file):
         lm = dw.load(model, "eagle3", device="cpu")
-        assert lm.drafter_name == "eagle3 (eagle3)"
+        assert lm.drafter_name == "eagle3"
         assert lm.generate("def add(", max_tokens=4, speculation=dw.Budget(2))[0].token_ids
         shown = run("convert", "eagle3", "-t", str(model), "-o", str(tmp_path / f"{model.name}-head"))
         assert shown.exit_code == 0, shown.output
@@ -120,7 +120,7 @@ def test_the_command_line_takes_it(named):
         shown = run("generate", "-t", "tiny", "-n", "4", "--tree", "chain:2", "--json", "def add(", *more)
         assert shown.exit_code == 0, shown.output
     drafters = Model("tiny", device="cpu").load_many(Compared(), Drafting(tree="chain:2"))
-    assert [lm.drafter_name for lm in drafters] == ["none", "lookup", "eagle1 (eagle1)", "eagle3 (eagle3)"]
+    assert [lm.drafter_name for lm in drafters] == ["none", "lookup", "eagle1", "eagle3"]
 
 
 # --- a head of the shipped shape -------------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ class KangarooDrafter(CausalLMDrafter):
                 f"trained for it"
             )
         super().__init__(ShallowModel(adapter, lean, name), lean.vocab_size, config.calibration)
-        self.name = adapter.kind + (f" ({name})" if name else "")
+        self.name = adapter.kind if name in ("", adapter.kind) else f"{adapter.kind} ({name})"
         self.identity = f"{identity} {config} {adapter.dtype} {self.num_bytes}"
 
 

@@ -121,7 +121,7 @@ class EagleDrafter(NetDrafter):
                 f"{target.name} has {target.num_layers} layers and {target.vocab_size} tokens: use a head trained "
                 f"for it"
             )
-        self.name = net.kind + (f" ({name})" if name else "")
+        self.name = net.kind if name in ("", net.kind) else f"{net.kind} ({name})"
         self.features = FeatureSpec(config.taps)
         matrices = [part for part in net.modules() if isinstance(part, Linear)]
         num_bytes = sum(matrix.num_bytes for matrix in matrices)
