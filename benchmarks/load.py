@@ -198,7 +198,7 @@ def served(target: str | None, draft: str | None, quantize: str | None, rows: in
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "draftwing.cli.main", "serve", "--port", str(port), "--name", "model"]
+    command = [sys.executable, "-m", "draftwing", "serve", "--port", str(port), "--name", "model"]
     command += ["--max-batch", str(rows), "--max-waiting", "1000"]
     for name, value in (("--target", target), ("--draft", draft), ("--quantize", quantize)):
         command += [name, value] if value else []

@@ -15,7 +15,7 @@ PORT = sys.argv[1] if len(sys.argv) > 1 else "8123"
 MESSAGES = [{"role": "user", "content": "What is rain?"}]
 URL = f"http://127.0.0.1:{PORT}"
 
-command = [sys.executable, "-m", "draftwing.cli.main", "serve", "--port", PORT, "--name", "local"]
+command = [sys.executable, "-m", "draftwing", "serve", "--port", PORT, "--name", "local"]
 server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 try:
     while True:  # it loads the model

@@ -75,7 +75,7 @@ def run(*commands: list[str]) -> None:
     """Print commands, and run them at the same time in this Python."""
     for words in commands:
         typer.echo(f"$ draftwing {shlex.join(words)}", err=True)
-    running = [subprocess.Popen([sys.executable, "-m", "draftwing.cli.main", *words]) for words in commands]
+    running = [subprocess.Popen([sys.executable, "-m", "draftwing", *words]) for words in commands]
     code = max(process.wait() for process in running)
     if code:
         raise typer.Exit(code)

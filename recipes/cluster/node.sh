@@ -37,7 +37,7 @@ states)
     ;;
 train)
     draftwing data import-states states --from vllm -t "$MODEL" --data answers.jsonl --layer-ids "$LAYERS" --out features
-    accelerate launch --num_processes "$GPUS" -m draftwing.cli.main \
+    accelerate launch --num_processes "$GPUS" -m draftwing \
         train eagle3 -t "$MODEL" --cache features --ends-only --draft-vocab-size 32000 --minutes 600 --out head
     ;;
 *)
