@@ -768,7 +768,7 @@ def test_trained_blocks_in_other_layouts(kind, mask, small, folder_of, tmp_path)
     net = saved(kind, small, folder, tmp_path / "head", num_layers=2, **fields)
     for to in set(method.layouts) - {"draftwing", "gguf"}:
         if (kind, to) == ("dspark", "vllm") or (mask is None and (kind, to) != ("dflash", "vllm")):
-            feature = "masks alone that guess" if mask else "a trained mask vector (train with `--mask-token-id`"
+            feature = "predictions from masks alone" if mask else "a trained mask vector (train with `--mask-token-id`"
             with refused(UnsupportedError, f"the {to} layout cannot express {feature}"):
                 convert(tmp_path / "head", tmp_path / to, to)
             continue

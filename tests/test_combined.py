@@ -563,7 +563,7 @@ def test_drafts_that_are_not_there_are_refused(folder, target):
     own = load(folder, f"{folder}+lookup", dtype="float64", budget=Budget(3, 2)).engine()
     for name in (str(folder), "lookup"):
         own.submit([5], drafts=[name])
-    with refused(ConfigError, "drafts: 'eagle3' is not loaded: choose among", "lookup"):
+    with refused(ConfigError, "drafts: 'eagle3' is not loaded: choose", "lookup"):
         own.submit([5], drafts=["lookup", "eagle3"])
     for wrong in ("lookup", 5, {"lookup": 1}):
         with refused(ConfigError, "drafts must be a list of names, found"):
@@ -571,7 +571,7 @@ def test_drafts_that_are_not_there_are_refused(folder, target):
     alone = Engine(Decoder(target, LookupDrafter(VOCAB, 1)))
     assert alone.submit([5], drafts=["lookup"]).speculation is None
     assert alone.submit([5], drafts=[]).speculation.depth == 0
-    with refused(ConfigError, "choose among lookup, or load"):
+    with refused(ConfigError, "choose lookup, or load"):
         alone.submit([5], drafts=["eagle3"])
 
 

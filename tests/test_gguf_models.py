@@ -362,7 +362,7 @@ def test_what_a_heads_file_cannot_express(source, file_of, tmp_path):
         ("eagle3", {"qk_norm": True}, "norms of queries and keys"),
         ("eagle3", {"rope": rope}, "RoPE of type 'dynamic'"),
         ("dflash", {"mask_token_id": None}, "a trained mask vector (train with `--mask-token-id`"),
-        ("dflash", {"from_anchor": True}, "a guess at the pending token's place"),
+        ("dflash", {"from_anchor": True}, "a prediction at the pending token's position"),
         ("dflash", {"attention_bias": True}, "biases of attention"),
         ("dflash", {"windows": (8, None), "causal": (True, False), "num_layers": 2}, "some causal layers"),
         ("dspark", {"rope": rope}, "RoPE of type 'dynamic'"),

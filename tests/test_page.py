@@ -271,7 +271,7 @@ def test_a_lesson(toy, opened):
     page.locator(".tries").first.wait_for()
     titles = page.locator(".part h2").all_inner_texts()
     assert [title.split("\n")[-1].split(":")[0].lstrip("12345") for title in titles] == [
-        "Draft", "Verify", "Accept", "The rule of the books", "With a tree",
+        "Draft", "Verify", "Accept", "The classic rule", "With a tree",
     ]  # fmt: skip
     drawn = page.locator(".part").nth(2).locator("tr.drawn th").inner_text()
     assert drawn in page.locator(".part").nth(2).locator(".say").inner_text()

@@ -276,7 +276,7 @@ def check_drafts(drafts: object, loaded: Sequence[str]) -> tuple[str, ...]:
     for name in names:
         if not isinstance(name, str) or name not in loaded:
             raise ConfigError(
-                f"drafts: {shown(name)} is not loaded: choose among {', '.join(loaded)}, or load the model with "
+                f"drafts: {shown(name)} is not loaded: choose {', '.join(loaded)}, or load the model with "
                 f"draft='... + ...'"
             )
     return tuple(names)

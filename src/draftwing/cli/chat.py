@@ -382,7 +382,7 @@ def demo(
         return Dialogue(lms[draft], draft, sampling).ask(question, steps.append), steps
 
     pairs = []
-    screen.line(f"{lm.target.name} answers {len(QUESTIONS)} questions, plainly and with {name}", "dim")
+    screen.line(f"{lm.target.name} answers {len(QUESTIONS)} questions, without drafts and with {name}", "dim")
     for method in lms:
         answer(method, QUESTIONS[0], max_tokens=min(_NUM_WARM_UP_TOKENS, max_tokens))
     orders = itertools.cycle((list(lms), list(reversed(lms))))

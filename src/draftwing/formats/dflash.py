@@ -201,7 +201,7 @@ def _read_settings(config: Mapping[str, Any], kind: str, where: str) -> _Setting
     if kind == "dspark":
         fields["rank"] = require("markov_rank", find("markov_rank", "size"), "the rank of the bias by the token before")
     elif kind == "domino":
-        shifts = require("shift_label", find("shift_label", "flag"), "whether the pending token's place guesses")
+        shifts = require("shift_label", find("shift_label", "flag"), "whether the pending token's position predicts")
         fields |= {
             "rank": require("emb_dim", find("emb_dim", "size"), "the rank of the correction"),
             "state_size": require("gru_hidden_dim", find("gru_hidden_dim", "size"), "the size of the recurrent state"),
@@ -358,14 +358,14 @@ def save_dflash(folder: Path, head: PlainHead, layout: str, **options: Any) -> N
         (layout == "sglang" and num_target_layers is None, "a head whose target is not known (give it: --target)"),
         (
             (is_gguf or layout == "sglang") and head.kind == "dflash" and config.from_anchor,
-            "a guess at the pending token's place",
+            "a prediction at the pending token's position",
         ),
         (is_gguf and any(causal) and not all(causal), "some causal layers (llama.cpp has one flag for all)"),
         (is_gguf and config.attention_bias, "biases of attention"),
         (is_gguf and gguf_rope, gguf_rope),
         (
             layout == "vllm" and head.kind == "dspark" and not config.from_anchor,
-            "masks alone that guess (DeepSpec's pending token guesses too; use speculators)",
+            "predictions from masks alone (DeepSpec's layout also predicts at the pending token; use speculators)",
         ),
         (head.kind == "domino" and config.num_uncorrected != 1, "another number of uncorrected tokens than 1"),
         (config.activation != "silu", f"activation {config.activation!r} (only silu)"),

@@ -60,7 +60,7 @@ class DFlashConfig(PlainConfig):
     activation: str
     block_size: int = 8
     mask_token_id: int | None = None  # this token of the target is the mask, not a vector of the net
-    from_anchor: bool = False  # the pending token's place guesses the token after it, and the masks those that follow
+    from_anchor: bool = False  # the pending token's position predicts the next token, and the masks those after it
     windows: tuple[int | None, ...] = ()  # each layer's sliding window, None for all entries; empty: no layer has one
     causal: tuple[bool, ...] = ()  # layers that see no later token of the block; empty: none
     attention_bias: bool = False  # all matrices of attention have biases

@@ -85,7 +85,7 @@ export function Compare({ state, options, theme, changed }) {
       ${result ? result.same
         ? html`<strong>identical</strong><span>All ${result.length.toLocaleString("en")} characters are the same.</span>`
         : html`<strong>different</strong><span>The texts part at character ${result.at + 1}. Speculation must not change a text: please report this, with the prompt and the settings.</span>`
-        : html`<span>${busy ? `Writing the ${lanes[0].isOver ? "speculative" : "plain"} text…` : "Nothing to compare: a text was not finished."}</span>`}
+        : html`<span>${busy ? `Writing the ${lanes[0].isOver ? "speculative" : "baseline"} text…` : "Nothing to compare: a text was not finished."}</span>`}
       ${result && html`<b class="ratio">${short(speeds[1] / speeds[0])}× <small>tokens/s</small></b><button class="button" onClick=${() => replay(lanes)}>Play again</button>`}
     </div>
     <${Legend} />

@@ -131,7 +131,7 @@ function RulesPart({ run, step, state }) {
   const none = lesson?.why && html`<p class="empty">${lesson.why}</p>`;
   const failed = error && html`<${Notice} error=${error} onRetry=${load} />`;
   return html`
-    <${Part} number="4" title="The rule of the books: rejection sampling">
+    <${Part} number="4" title="The classic rule: rejection sampling">
       <p>Most systems draw with a random generator, so the target’s token cannot be predicted. Guesses are drawn from <i>q</i> and kept with probability min(1, p/q); after a rejection the token is drawn from the residual of p. Together this is exactly p: rejections remove what q gives too much, and the residual adds what it gives too little. Below, Draftwing applied this rule at this position of the text, at temperature ${lesson?.temperature ?? run.options.temperature}.</p>
       ${waiting}${failed}${none}${lesson?.chain && html`<${Tries} told=${lesson.chain} />`}
       <p class="note">This keeps the <em>distribution</em> of the text, not the text: other drafts or random numbers give another, equally likely text. Leviathan et al. 2023, Chen et al. 2023.</p>

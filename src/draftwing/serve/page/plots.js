@@ -94,7 +94,7 @@ const makeRace = () => ({
   axes: axes("seconds from the first token", "tokens"),
   series: [
     {},
-    { label: "plain", stroke: colour("muted"), width: 2, dash: [6, 4], points: { show: false }, spanGaps: true },
+    { label: "baseline", stroke: colour("muted"), width: 2, dash: [6, 4], points: { show: false }, spanGaps: true },
     { label: "speculative", stroke: colour("accepted"), width: 2.5, points: { show: false }, spanGaps: true },
   ],
 });
@@ -164,5 +164,5 @@ export function Race({ lanes, until, theme }) {
     });
   }).filter(([at]) => at <= until).sort((a, b) => a[0] - b[0]);
   const data = [rows.map((row) => row[0]), rows.map((row) => (row[1] === 0 ? row[2] : null)), rows.map((row) => (row[1] === 1 ? row[2] : null))];
-  return html`<${Plot} title="Tokens on one clock" note="dashed: plain; solid: speculative" make=${makeRace} data=${data} theme=${theme} tall=${210} />`;
+  return html`<${Plot} title="Tokens on one clock" note="dashed: baseline; solid: speculative" make=${makeRace} data=${data} theme=${theme} tall=${210} />`;
 }
