@@ -408,7 +408,7 @@ def test_what_a_heads_file_cannot_express(source, file_of, tmp_path):
             *("llama-server", "-m", str(target_file), "-md", str(out)),
             *("--spec-type", f"draft-{kind}", "--spec-draft-n-max", depth),
         ]
-    shown = CliRunner().invoke(cli.app, ["export", str(head), "--to", "vllm", "--dtype", "float16", "-o", str(out)])
+    shown = CliRunner().invoke(cli.app, ["export", str(head), "--to", "vllm", "--dtype", "float16", "-o", "head"])
     assert "--dtype belongs to --to gguf" in shown.output
 
 
