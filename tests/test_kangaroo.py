@@ -133,6 +133,8 @@ def test_chains_are_those_by_hand(family, folder_of):
     target = LeanTarget.from_folder(folder_of(family), torch.float64, prepack=False)
     net = new_net(target).requires_grad_(False)
     net.out.weight.mul_(20)  # so that all that it attends to matters
+    names = [KangarooDrafter(net, target, name).name for name in ("", "kangaroo", "head")]
+    assert names == ["kangaroo", "kangaroo", "kangaroo (head)"]
     decoder = Decoder(target, KangarooDrafter(net, target), budget=Budget(4))
     for prompt in ((4, 7, 7, 1, 30, *range(40, 50)), (9,)):
         decoder.admit(prompt, Sampling(max_tokens=12, ignore_eos=True))
