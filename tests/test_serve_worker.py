@@ -7,8 +7,10 @@ import pytest
 
 from conftest import refused
 from draftwing.errors import BusyError, ClosedError, ConfigError, SamplingError
+from draftwing.request import Request
 from draftwing.sampling import Sampling
-from draftwing.worker import Worker
+from draftwing.serve.trace import Tracer
+from draftwing.worker import Part, Ticket, Worker
 from serving import TEXTS, chat_folder, load
 
 LONG = Sampling(max_tokens=60, ignore_eos=True, logprobs=0)
@@ -88,6 +90,25 @@ def test_a_late_reader_gets_everything_in_few_parts_and_is_woken_once(lm, worker
     assert sum(part.row.num_drafted for part in parts) == expected.stats.num_drafted > 0
     assert len(told) <= 2  # that there is something, and that it ended
     assert ticket.take() == ([], True)
+
+
+def test_traces_of_merged_steps_have_their_text_and_no_drafts(lm, monkeypatch):
+    monkeypatch.setattr("draftwing.worker._MAX_PARTS", 2)
+    ids = lm.encode(TEXTS[0])
+    steps = [answer.step for answer in lm.stream(ids, LONG)]
+    middle = len(steps) // 2
+    ticket, tracer = Ticket(Request(0, ids, LONG), silent, keeps_steps=True), Tracer(lm.tokenizer, ids, LONG)
+    for some in (steps[:middle], steps[middle:]):
+        for step in some:
+            ticket.put(Part(step.rows[0], step))
+        traces = [tracer.trace(part.row, part.step) for part in ticket.take()[0]]
+        assert ["nodes" in trace for trace in traces] == [True, False]
+        text = "".join(step.rows[0].text for step in some)
+        assert "".join(piece["text"] for trace in traces for piece in trace["pieces"]) == text
+        first, merged = ({piece["drafted"] for piece in trace["pieces"]} for trace in traces)
+        assert first <= {True, False}
+        assert merged == {None}
+    assert sum(step.rows[0].num_accepted for step in steps) > 0
 
 
 def test_limits_and_bad_requests_are_refused(lm, worker_of):

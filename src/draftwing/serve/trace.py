@@ -59,12 +59,12 @@ class Tracer:
     def trace(self, row: RowStep, step: Step | None, place: int = 0) -> dict[str, Any]:
         """Return ``step_trace`` of a step, and ``pieces``: the text by token, each with True if it was drafted.
 
-        Of several merged steps (``step`` is None) only the text remains.
+        Of several merged steps (``step`` is None) only the text remains: ``drafted`` is None.
         """
         pieces = [{"text": piece.text, "drafted": piece.is_drafted} for piece in pieces_of(row, self._stream)]
         if step is None:
-            ids = list(row.token_ids)
-            return {"position": row.position, "token_ids": ids, "num_tokens": len(ids), "pieces": pieces}
+            ids, text = list(row.token_ids), [{"text": row.text, "drafted": None}]
+            return {"position": row.position, "token_ids": ids, "num_tokens": len(ids), "pieces": text}
         return {**step_trace(step, place, self._names), "pieces": pieces}
 
 
