@@ -11,6 +11,7 @@ import torch
 
 import draftwing as dw
 from conftest import SMALL, Recorder, check_engine, kernel_size, refused
+from draftwing.cpu.library import get_kernel
 from draftwing.decode import Decoder
 from draftwing.engine import Engine
 from draftwing.errors import SlotsError
@@ -192,6 +193,34 @@ def test_a_row_with_nan_leaves_nothing_behind(folder_of):
         assert broken.finish_reason == "error"
         assert fine.token_ids == wanted.token_ids
     assert own.stats.num_prefix_hits == 2 * (len(good) - 2)  # only the good request's
+
+
+@pytest.mark.parametrize("memory", [None, 6], ids=["rows", "pages"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"dtype": torch.float64}, {"quantize": "int8", "kv_dtype": "int8"}],
+    ids=["kernel", "pytorch", "int8"],
+)
+def test_nan_of_an_earlier_request_reaches_no_later_one(options, memory, folder_of):
+    """PyTorch needs zeros in unused slots; in the kernel they change nothing."""
+    if "kv_dtype" in options and get_kernel() is None:
+        pytest.skip("slots in 8 bits need the kernel")
+    target = LeanTarget.from_folder(folder_of("llama", hidden_size=128), **options)
+    if memory is not None:
+        memory *= Decoder(target, kv_memory=1 << 26, max_batch=1).pages.num_page_bytes
+    own, alone = Engine(Decoder(target, kv_memory=memory, max_batch=1), max_batch=1), Engine(Decoder(target))
+    sampling = Sampling(max_tokens=9, ignore_eos=True)
+    wanted = alone.submit(text(4, 40), sampling)
+    alone.run()
+    for _ in range(2):
+        own.submit(text(3, 150), sampling)
+        own.run()
+        slots = own.decoder.ctx.cache.data[..., 0 if memory is None else PAGE :, :]  # the first page is no row's
+        with torch.inference_mode():
+            (slots if slots.is_floating_point() else slots.view(torch.float32)).fill_(torch.nan)
+        found = own.submit(text(4, 40), sampling)
+        own.run()
+        assert found.token_ids == wanted.token_ids
 
 
 def test_positions_that_depend_on_the_prompt_share_nothing(folder_of):

@@ -212,7 +212,7 @@ class KernelRunner(Runner):
 
     def __init__(self, net: Net, built: Built, cache: KVCache | None = None) -> None:
         super().__init__(net, cache)
-        self.cache.reads_unused = net.shape.narrow_width > 0  # weights of pages in 8 bits: 0 for unused slots
+        self.cache.reads_unused = False
         self._recurrent: KernelStates | None = None
         if net.shape.delta is not None:
             self._recurrent = self.cache.states = KernelStates(net.shape.delta, net.shape.num_recurrent)
