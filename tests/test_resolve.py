@@ -299,6 +299,9 @@ def test_export_prints_the_path_of_a_named_target(folders, add, monkeypatch):
         shown = CliRunner().invoke(cli.app, ["export", str(TOY / "eagle3"), "--out", str(TOY / "eagle3"), *target])
         assert shown.exit_code == 0, shown.output
         assert f"vllm serve {place} " in shown.stdout
+    monkeypatch.setenv("DRAFTWING_MODEL", str(folders["target"]))
+    shown = CliRunner().invoke(cli.app, ["export", str(TOY / "eagle3"), "--out", str(TOY / "eagle3")])
+    assert f"vllm serve {folders['target']} " in shown.stdout
 
 
 def test_shipped_heads_fit_only_their_target(folders):

@@ -96,7 +96,7 @@ def test_a_name_brings_its_best_head(named, quantize):
         assert found.stats.num_drafted > 0
 
 
-def test_a_head_is_found_for_the_same_model_in_another_file(named, target, tmp_path):
+def test_a_head_is_found_for_the_same_model_in_another_file(named, target, tmp_path, monkeypatch):
     """The target's name is no part of what it is: a folder or a file in 4 bits gets the head by its kind."""
     file = write(target, tmp_path / "tiny.Q4_1.gguf", lambda name, weight: "Q4_1")
     for model in (target, file):
@@ -105,6 +105,8 @@ def test_a_head_is_found_for_the_same_model_in_another_file(named, target, tmp_p
         assert lm.generate("def add(", max_tokens=4, speculation=dw.Budget(2))[0].token_ids
         shown = run("convert", "eagle3", "-t", str(model), "-o", str(tmp_path / f"{model.name}-head"))
         assert shown.exit_code == 0, shown.output
+    monkeypatch.setenv("DRAFTWING_MODEL", str(target))
+    assert run("convert", "eagle3", "-o", str(tmp_path / "default-head")).exit_code == 0
     refusal = run("convert", "eagle3", "-t", str(TOY / "draft"), "-o", str(tmp_path / "other"))
     assert "eagle3: there is no such folder" in refusal.stderr
     assert made_for(TOY / "eagle3").name == "toy"

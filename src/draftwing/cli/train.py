@@ -30,7 +30,7 @@ from draftwing.cli.options import (
 from draftwing.cli.screen import format_alpha, print_line, print_table
 from draftwing.errors import CheckpointError, ConfigError, DraftwingError
 from draftwing.methods.registry import shipped_head_for, training_methods
-from draftwing.models.catalogue import entry_of
+from draftwing.models.catalogue import default_model, entry_of
 from draftwing.storage import similar_paths, writing
 
 if TYPE_CHECKING:
@@ -391,7 +391,7 @@ def export(
     with screen.writing(out):
         run(_head_folder(head, target), out, to, target=_target_id(target), depth=depth, **options)
     entry = entry_of(target)  # engines do not know our names
-    served = str(target if entry is None else fetch(entry))
+    served = str((target or default_model()) if entry is None else fetch(entry))
     if served.endswith(".gguf") and to != "gguf":
         screen.line("engines read GGUF files in part or not at all: the first command makes a folder of it", "yellow")
         folder = f"{out}-target"
@@ -410,7 +410,7 @@ def _head_folder(head: Path, target: str | None) -> Path:
     shipped = {} if entry is None else entry.heads
     if str(head) in shipped and entry is not None:
         return entry.head(str(head))
-    if entry is None and (found := shipped_head_for(str(head), _target_id(target))) is not None:
+    if entry is None and (found := shipped_head_for(str(head), _target_id(target or default_model()))) is not None:
         return found  # the file or folder of a model that has a name, too
     close = [*similar_paths(head), *difflib.get_close_matches(str(head), shipped, n=2)]
     hint = f"Did you mean {' or '.join(close)}? " if close else ""
