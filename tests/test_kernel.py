@@ -436,7 +436,7 @@ def test_a_model_has_pytorchs_numbers(name, folder_of, monkeypatch):
     kept = [[0, 2, 5, 6], [0, 1, 3, 7], [0, -1, -1, -1]]
     for target in targets:
         ctx, parts = target.new_context(spec), []
-        if target is targets[0]:  # what is in a slot that was not written changes nothing
+        if target is targets[0]:  # reads only slots that were written
             ctx.cache.reserve(3, 128)
             ctx.cache.data.fill_(torch.nan)
         parts += [target.prefill(ctx, prompt) for prompt in prompts]

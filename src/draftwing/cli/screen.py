@@ -194,8 +194,10 @@ def print_sections(sections: Mapping[str, Mapping[str, Any]]) -> None:
                 text = "none"
             elif isinstance(value, bool):
                 text = "yes" if value else "no"
-            elif isinstance(value, float) or (isinstance(value, int) and value > 9999):
-                text = f"{value:,.2f}".removesuffix(".00") if isinstance(value, float) else f"{value:,}"
+            elif isinstance(value, float):
+                text = f"{value:,.2f}".removesuffix(".00")
+            elif isinstance(value, int) and value > 9999:
+                text = f"{value:,}"
             table.add_row(Text(f"  {name.replace('_', ' ')}"), Text(printable(text)))
     new_console().print(table)
 

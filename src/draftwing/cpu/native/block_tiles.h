@@ -1,7 +1,7 @@
 // Many rows in 8 bits times weights in blocks, by matrix tiles.
 //
 // A unit of weights is unpacked once for all rows. Its products with sixteen rows are integers, exact in any order, and are
-// scaled and added by the operations of `add_unit`, so results are equal.
+// scaled and added by `add_scaled`, so results are equal.
 
 #pragma once
 
@@ -87,8 +87,7 @@ void unit_sums_by_tiles(const RowUnit<T::UNIT>* x, int stride, const char* w, in
                     for (int r = 0; r < TILE_ROWS; ++r) {
                         Ints product = products[r];
                         if constexpr (T::CENTER != 0) product += own[r].start;
-                        if constexpr (T::HAS_OFFSET) sum[r] = fused_once(own[r].sum - Floats{}, scale.offset, sum[r]);
-                        sum[r] = fused_once(numbers_of(product) * own[r].scale, scale.factor, sum[r]);
+                        sum[r] = add_scaled<T>(sum[r], product, own[r], scale);
                     }
                 }
 #pragma GCC unroll 16

@@ -114,6 +114,13 @@ template <int MAX_LEVEL, int FOURS> ALWAYS_INLINE Ints add_products(Ints sum, co
 
 constexpr int GROUP = 64;  // rows whose sums stay in the L1 cache
 
+// Scales the products of a row's unit and adds them to the row's sum. Every operation rounds once.
+template <typename T>
+ALWAYS_INLINE Floats add_scaled(Floats sum, Ints products, const RowUnit<T::UNIT>& x, const Scale<Words>& scale) {
+    if constexpr (T::HAS_OFFSET) sum = fused_once(x.sum - Floats{}, scale.offset, sum);
+    return fused_once(numbers_of(products) * x.scale, scale.factor, sum);
+}
+
 // Adds the products of a unit to the sums (count, 64). Levels stay in registers for all rows; those that are too wide for
 // `add_products` are multiplied in two halves of 4 bits.
 template <typename T>
@@ -138,9 +145,7 @@ ALWAYS_INLINE void add_unit(const RowUnit<T::UNIT>* x, int count, const char* bl
             Ints start = IS_SPLIT ? high[r] : Ints{};
             if constexpr (T::CENTER != 0) start += x[r].start;
             const Ints products = add_products<IS_SPLIT ? 15 : T::MAX_LEVEL, FOURS>(start, levels, x[r].levels);
-            Floats sum = one_register<Floats>(to);
-            if constexpr (T::HAS_OFFSET) sum = fused_once(x[r].sum - Floats{}, scale.offset, sum);
-            sum = fused_once(numbers_of(products) * x[r].scale, scale.factor, sum);
+            const Floats sum = add_scaled<T>(one_register<Floats>(to), products, x[r], scale);
             memcpy(to, &sum, REGISTER);
         }
     }
